@@ -1,6 +1,6 @@
 """Message limits: their settings, and the decision which messages are rejected.
 
-Like the ledger, which calls it and saves its state, this module holds no arrays, no
+Like the ledger, which calls it, this module holds no arrays, no
 lock and no clock.
 """
 
@@ -34,12 +34,12 @@ class MessageLimits:
         beyond 1.8e19, the square root of the largest number of float32, so that the
         squares in an optimizer's state stay finite. For a center of float16 the limit
         is 65504, its largest number, so the squares may overflow: give such a center
-        ``dtype="float32"``. A center optimizer may also overflow for another reason,
-        such as a learning rate of 1e20.
+        ``dtype="float32"``. A center optimizer with a learning rate of 1e20 may
+        overflow too, as may a combine of your own that amplifies.
       norm: maximum global norm of a message; None for no limit.
       times_median: maximum norm of a message as a multiple of the median norm of the
-        last 100 applied messages. Takes effect after 10 applied messages; None for no
-        limit.
+        last 100 applied messages. Takes effect after 10 applied messages, also when a
+        center continues from disk; None for no limit.
       staleness: maximum number of versions since the worker's round began, counted as
         in `BoundedStaleness`; None for no limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
@@ -119,7 +119,6 @@ class Rejections:
         self.counts: dict[str, int] = {}
         self.max_norm = MAX_NORM
         self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
-        self._new: list[float] = []  # added since the last call of `norms_to_save`
 
     def decide(
         self, submission: Submission, norm: float | None, round_staleness: int
@@ -169,17 +168,8 @@ class Rejections:
     def add_norms(self, norms: Iterable[float | None]) -> None:
         """Record the norms of applied messages."""
         if self.limits.times_median is not None:
-            self._new = [n for n in norms if n is not None and math.isfinite(n)]
-            self._norms.extend(self._new)
-
-    def norms_to_save(self, *, whole: bool) -> list[float]:
-        """Return all norms, or the norms added since the last call."""
-        new, self._new = self._new, []
-        return list(self._norms) if whole else new
-
-    def restore_norms(self, norms: Iterable[float]) -> None:
-        """Restore norms that `norms_to_save` returned, oldest first."""
-        self._norms.extend(norms)
+            finite = [n for n in norms if n is not None and math.isfinite(n)]
+            self._norms.extend(finite)
 
 
 def _exceeds(kind: str, found: str, limit: float) -> Rejection:

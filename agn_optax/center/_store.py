@@ -282,9 +282,7 @@ class Store:
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
         workers: int = 1,
-        *,
-        checks_finite: bool = False,
-    ) -> bool:
+    ) -> None:
         """Compute the next version.
 
         Args:
@@ -293,11 +291,6 @@ class Store:
           weights: factor of each message of a round, ignored if the rule discounts
             messages by their staleness; None if this is no round.
           workers: number of registered workers.
-          checks_finite: whether to check what the rule's ``combine`` makes of a round,
-            which waits for the device.
-
-        Returns:
-          False if that is not finite; then the center does not change.
         """
         before, program = self.current, self._programs.move
         extras = [
@@ -309,9 +302,6 @@ class Store:
         if weights is not None:
             program = self._programs.move_round
             data, extra = self._combine(submissions, extras, weights, workers)
-            is_checked = checks_finite and not self._rule.is_summed
-            if is_checked and not self._programs.is_finite(data, before.params):
-                return False
         # Reuse the arrays of the old version, unless it has readers.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
@@ -320,7 +310,6 @@ class Store:
         moved = run(data, extra, before.params, self._center_state, before.broadcast)
         params, self._center_state, broadcast, delta = moved
         self._set_current(params, broadcast, delta)
-        return True
 
     def _combine(
         self,
@@ -471,10 +460,6 @@ def _programs(rule: Rule) -> SimpleNamespace:
         message = optax.tree.cast_like(mean, center)
         return rounds.apply(rule, message, center, state, broadcast, extra.as_dict())
 
-    def is_finite(combined: PyTree, center: PyTree) -> jax.Array:
-        leaves = jax.tree.leaves(optax.tree.cast_like(combined, center))
-        return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in two forms: in place and anew."""
         # The optimizer's state has no readers and is always donated; versions may have
@@ -489,7 +474,6 @@ def _programs(rule: Rule) -> SimpleNamespace:
         weigh=jax.jit(weigh, donate_argnums=0),
         # Compiled for each number of messages; None if messages are summed.
         combine=None if rule.is_summed else jax.jit(combine),
-        is_finite=jax.jit(is_finite),  # takes the result of `combine`
         move=compiled(move),  # takes a contribution
         move_round=compiled(move_round),  # takes the sum of a round's messages
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),

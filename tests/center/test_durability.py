@@ -214,7 +214,7 @@ def test_truncated_write_is_ignored(tmp_path, killed, caplog):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
     send(center)
     before = center.save()
-    size = center.core._keeper._writer._end
+    size = center.core.keeper._writer._end
     copy = killed(tmp_path / "a")
     send(center)
     with (tmp_path / "a" / FIRST).open("rb") as whole:
@@ -236,7 +236,7 @@ def test_truncated_write_is_ignored(tmp_path, killed, caplog):
 def test_damage_is_named_and_files_stay_unchanged(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
-    begin = center.core._keeper._writer._end
+    begin = center.core.keeper._writer._end
     for _ in range(2):
         send(center)
     copy = killed(tmp_path / "a")
@@ -286,7 +286,7 @@ def changed(path, rng):
 
 
 def has_saved(center):
-    return center.core._keeper._saved[0] > 0
+    return center.core.keeper._saved[0] > 0
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +314,7 @@ def worn(tmp_path_factory):
                 send(center, worker=f"w{number % 3}")
                 if i and number % 3 == 0:
                     wait_for(center, functools.partial(has_saved, center))
-            lock, recorded = folder / "ab"[i] / "lock", center.core._keeper.recorded
+            lock, recorded = folder / "ab"[i] / "lock", center.core.keeper.recorded
             wait_for(center, lambda: int(lock.read_text().split()[1]) == recorded)  # noqa: B023
             add(kind, center)  # as if the process was killed
             center.close()
@@ -365,7 +365,7 @@ def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     before = (tmp_path / "a" / "lock").read_bytes()
     send(center)
-    end = center.core._keeper._writer._end
+    end = center.core.keeper._writer._end
     send(center)
     copy = killed(tmp_path / "a")
     (copy / "lock").write_bytes(before)
@@ -487,16 +487,18 @@ def test_snapshots_are_written_after_an_exception_in_their_thread(
 
 def wait_until_saved(center):
     """Wait until all records are in a snapshot."""
-    keeper = center.core._keeper
+    keeper = center.core.keeper
     wait_for(center, lambda: keeper._saved[0] == keeper._number)
 
 
 def wait_for(center, condition):
     """Wait for a condition that another thread of the center makes true."""
-    for _ in range(int(LIMIT / 0.01)):
-        if center.core.wait_for(condition, 0.01):
-            return
-    pytest.fail("the condition did not hold in time")
+
+    def holds():
+        with center.core.atomically():
+            return condition()
+
+    wait_until(holds)
 
 
 def test_snapshot_replaces_the_journal(tmp_path, killed):
@@ -543,7 +545,7 @@ def test_write_snapshot_without_room_raises(tmp_path):
         center.write_snapshot()
     send(center)
     assert center.write_snapshot() == 3
-    assert not center.core.degraded
+    assert not center.core.keeper.degraded
     center.close()
 
 
@@ -560,7 +562,7 @@ def test_counted_journal_size_is_the_size_on_disk(tmp_path):
     """Small exchanges and joins are tested, which have few or no arrays."""
     size = 10_000
     center = kept(Journal(tmp_path / "a", size=size), params=jnp.zeros(2))
-    keeper = center.core._keeper
+    keeper = center.core.keeper
 
     def is_at_rest():
         """Return whether no thread of the keeper is about to write."""
@@ -675,7 +677,7 @@ def test_snapshot_within_a_journal_is_restored(tmp_path, killed):
     """Its own journal could not be begun, so the older journal continues after it."""
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
-    keeper = center.core._keeper
+    keeper = center.core.keeper
     keeper._save(keeper._number, center.core._image())
     for _ in range(2):
         send(center)
@@ -695,7 +697,7 @@ def test_center_killed_while_it_begins_keeps_its_id_and_its_workers(
 ):
     center = kept(Journal(tmp_path / "a"))
     session = center.join("w")
-    directory = center.core._keeper._directory
+    directory = center.core.keeper._directory
     make = getattr(directory, step)
 
     def make_and_copy(*args):
@@ -720,7 +722,7 @@ def test_initialization_is_undone_if_the_journal_cannot_be_begun(tmp_path, monke
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(center.core._keeper._directory, "begin_journal", full)
+        patch.setattr(center.core.keeper._directory, "begin_journal", full)
         with pytest.raises(errors.DurabilityError, match="Too many open files"):
             center.initialize(jnp.zeros(2), worker="chief")
     center.initialize(jnp.ones(2), worker="other")
@@ -754,7 +756,7 @@ def test_journal_continues_without_room_for_a_snapshot(
         tried.release()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(center.core._keeper._directory, "save", full)
+    monkeypatch.setattr(center.core.keeper._directory, "save", full)
     for number in range(1, 6):
         send(center)
         if number % 2 == 0:
@@ -848,7 +850,7 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
     # The write succeeded, so the data may have reached the disk; here it has not.
     copy = killed(tmp_path / "a")
     with (copy / FIRST).open("r+b") as file:
-        file.seek(center.core._keeper._writer._end)
+        file.seek(center.core.keeper._writer._end)
         file.write(bytes(4096))
     again = kept(Journal(copy))
     assert (again.version, again.center_id) == (1, center.center_id)
@@ -871,7 +873,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     workers[1].start()
     wait_for(center, lambda: center.version == 2)
     closed = in_background(center.close, "a test")
-    waiting = center.core._keeper._writer._queue
+    waiting = center.core.keeper._writer._queue
     wait_until(lambda: waiting.qsize() >= 2)  # the second message and the end marker
     disk.ready.set()
     closed.result(LIMIT)
@@ -893,7 +895,7 @@ def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeyp
         kept(Journal(tmp_path), params=jnp.zeros(2)) as center,
         monkeypatch.context() as context,
     ):
-        context.setattr(center.core._keeper._directory, "save", full)
+        context.setattr(center.core.keeper._directory, "save", full)
         for _ in range(6):
             send(center)
         assert tried.acquire(timeout=LIMIT)

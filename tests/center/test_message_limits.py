@@ -342,9 +342,9 @@ def test_repeated_message_is_rejected_once(acknowledges):
     assert center.core.ledger.rejections.counts == {"norm": 1}
 
 
-def test_journal_restores_the_data_of_limits(tmp_path):
+def test_journal_restores_the_rejections_of_workers(tmp_path):
     settings = {
-        "limits": Limits(messages=MessageLimits(times_median=3, in_a_row=3)),
+        "limits": Limits(messages=MessageLimits(norm=3.0, in_a_row=3)),
         "durability": Journal(tmp_path),
     }
 
@@ -357,17 +357,15 @@ def test_journal_restores_the_data_of_limits(tmp_path):
             sequences[name] += 1
 
     def decisions(center):
-        known = center.core.ledger
-        members = {
+        return {
             name: (
                 m.round_version,
                 m.consecutive_rejections,
                 m.rejected,
                 m.rejection_reason,
             )
-            for name, m in known.registered().items()
+            for name, m in center.core.ledger.registered().items()
         }
-        return members, list(known.rejections._norms)
 
     center = LocalCenter(shared.downpour(), ZEROS, **settings)
     joined = {name: center.join(name) for name in ("anna", "bert")}
@@ -376,9 +374,9 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     submit(center, sequences, even)
     submit(center, sequences, [("anna", 50.0), ("anna", np.nan), ("bert", 1.5)])
     before = decisions(center)
-    assert before[0]["anna"][1:3] == (2, 2)
-    center.core._keeper._directory.close()  # as if the process was killed
-    center.core._keeper.close = lambda: None
+    assert before["anna"][1:3] == (2, 2)
+    center.core.keeper._directory.close()  # as if the process was killed
+    center.core.keeper.close = lambda: None
     again = LocalCenter(shared.downpour(), **settings)
     assert decisions(again) == before
     session = again.core.join("anna", joined["anna"].session_id, resume=True)

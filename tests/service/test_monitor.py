@@ -255,7 +255,7 @@ def test_snapshots_and_restarts_are_events(tmp_path):
 
 def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
     with watched(durability=centers.Journal(tmp_path)) as (server, monitor, _):
-        keeper = server.center.core._keeper
+        keeper = server.center.core.keeper
         monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
         with pytest.raises(errors.DurabilityError):
             server.center.write_snapshot()

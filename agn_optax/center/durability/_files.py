@@ -34,8 +34,8 @@ _RESTORE_OR_REMOVE_LOCK = (
 _LOCK_SIZE = 64  # bytes
 
 # The guarantee for records beyond the number in the lock. "new": there are none, and
-# perhaps no snapshot yet. "closed": there are none. "journal": a record is on disk before
-# its exchange is answered.
+# perhaps no snapshot yet. "closed": there are none. "journal": a record is on disk
+# before its exchange is answered.
 Kind = Literal["new", "closed", "journal"]
 
 

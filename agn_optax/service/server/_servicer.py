@@ -363,7 +363,8 @@ class Servicer:
         version, members, waiting = self.core.members()
         is_initialized = self.core.is_initialized
         parameters, nbytes = self._frames.parameters if is_initialized else (0, 0)
-        space = self.core.disk_space
+        keeper = self.core.keeper
+        space = None if keeper is None else keeper.disk_space()
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
@@ -377,7 +378,7 @@ class Servicer:
             direct_address=self.direct_address,
             page_address=self.page_address,
             rejected=dict(self.core.ledger.rejections.counts),
-            degraded=self.core.degraded,
+            degraded="" if keeper is None else keeper.degraded,
             disk_free=None if space is None else space.free,
             disk_needed=None if space is None else space.needed,
             center=self.core.center_id,
