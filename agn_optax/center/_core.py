@@ -240,15 +240,6 @@ class Core:
             store, copied = self.store, self.store.copy()
         return store.unpacked(copied)
 
-    def write_snapshot(self) -> int:
-        """Write a snapshot now: see `LocalCenter.write_snapshot`."""
-        if self.keeper is None:
-            raise errors.DurabilityError(
-                "this center is in memory only, so it writes no snapshots: give it a "
-                "journal (--journal)"
-            )
-        return self.keeper.save()
-
     # Start and end.
 
     def initialize(self, params: PyTree, *, worker: str) -> int:

@@ -479,8 +479,9 @@ def test_snapshots_are_written_after_an_exception_in_their_thread(
         return is_due(keeper)
 
     monkeypatch.setattr(Keeper, "_is_due", property(fails_once))
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(3))
-    assert in_background(center.write_snapshot, "a test").result(LIMIT) == 0
+    center = kept(Journal(tmp_path / "a", size=1), params=jnp.zeros(3))
+    send(center)
+    wait_until_saved(center)
     center.close()
     assert "thread 'agn-optax snapshots' failed, and goes on" in caplog.text
 
@@ -513,48 +514,6 @@ def test_snapshot_replaces_the_journal(tmp_path, killed):
     last = {f"{kind}-{10:012}" for kind in ("snapshot", "journal")}
     wait_for(center, lambda: names(tmp_path / "a") == {"lock", *last})
     again.close()
-    center.close()
-
-
-def test_write_snapshot_writes_the_current_version(tmp_path, killed):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    assert center.write_snapshot() == 0
-    for version in (1, 2):
-        send(center)
-        assert center.write_snapshot() == version
-        # A journal is removed after the snapshot was written.
-        last = {"lock", f"snapshot-{version + 1:012}"}
-        assert last <= names(tmp_path / "a")
-        again = kept(Journal(killed(tmp_path / "a")))
-        assert_identical(again.save(), center.save())
-        again.close()
-    assert center.write_snapshot() == 2  # nothing has changed
-    center.close()
-    with pytest.raises(errors.CenterClosedError):
-        center.write_snapshot()
-
-
-def test_write_snapshot_without_room_raises(tmp_path):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    send(center)
-    send(center)  # now JAX has read all that it reads from files
-    with (
-        no_more_files(),
-        pytest.raises(errors.DurabilityError, match="no snapshot could be written"),
-    ):
-        center.write_snapshot()
-    send(center)
-    assert center.write_snapshot() == 3
-    assert not center.core.keeper.degraded
-    center.close()
-
-
-def test_write_snapshot_without_durability_raises(tmp_path):
-    with pytest.raises(errors.DurabilityError, match="in memory only, so it writes no"):
-        LocalCenter(DOWNPOUR, jnp.zeros(2)).write_snapshot()
-    center = kept(Journal(tmp_path / "a"))
-    with pytest.raises(errors.NotInitializedError):
-        center.write_snapshot()
     center.close()
 
 

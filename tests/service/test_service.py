@@ -804,7 +804,7 @@ def test_repr_has_rule_version_workers_address_and_transport():
     assert "which has ended" in repr(server)
     assert set(public(agn_optax.LocalCenter)) == {
         *("close", "initialize", "join", "pull", "restore", "save", "version", "wait"),
-        *("workers", "write_snapshot"),
+        "workers",
     }
 
 
