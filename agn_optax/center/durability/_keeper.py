@@ -25,7 +25,7 @@ from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, DiskSpace
-from agn_optax.center.durability._files import disk_errors, replay
+from agn_optax.center.durability._files import disk_errors
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.round import steps as rounds
@@ -168,7 +168,7 @@ class Keeper:
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
         self._number = snapshot.number
-        for record in replay(self._directory, snapshot):
+        for record in self._directory.replay(snapshot):
             self._number = record.number + 1
             _apply_record(record, store)
             states.append(record.about["ledger"])
