@@ -5,11 +5,9 @@ the thread that writes the journal, `_directory` manages the files, and `_record
 their format. `_files` has the contents of the lock.
 """
 
-from agn_optax.center.durability._directory import DiskSpace
 from agn_optax.center.durability._keeper import Image, Journal, Keeper
 
 __all__ = [
-    "DiskSpace",
     "Image",
     "Journal",
     "Keeper",

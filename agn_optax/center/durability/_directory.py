@@ -17,10 +17,9 @@ import logging
 import os
 import pathlib
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,18 +44,6 @@ _log = logging.getLogger("agn_optax")
 
 # Bytes to reserve for a journal at a time: its current size, within these limits.
 _MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
-
-
-class DiskSpace(NamedTuple):
-    """Space on the disk of a durability.
-
-    Attributes:
-      free: bytes available to the process's user.
-      needed: bytes of the next snapshot, and of the journal that begins after it.
-    """
-
-    free: int
-    needed: int
 
 
 class Directory:
@@ -215,20 +202,6 @@ class Directory:
         _check_path(self._lock_file, self.path / "lock")
         if journal is not None:
             _check_path(journal, self.file("journal", begin))
-
-    def disk_space(self, snapshot: int) -> DiskSpace:
-        """Return the free and the needed disk space.
-
-        Args:
-          snapshot: size of a snapshot in bytes.
-
-        Raises:
-          OSError: the directory is gone.
-        """
-        free = shutil.disk_usage(self.path).free
-        # A record is about as large as the parameters.
-        reserved = max(_MIN_RESERVED, min(snapshot, _MAX_RESERVED))
-        return DiskSpace(free, snapshot + reserved)
 
     def write_lock(self, kind: Kind, number: int) -> None:
         """Write the guarantee for newer records to the lock, and sync it to disk.

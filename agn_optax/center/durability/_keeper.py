@@ -24,7 +24,7 @@ from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
-from agn_optax.center.durability._directory import Directory, DiskSpace
+from agn_optax.center.durability._directory import Directory
 from agn_optax.center.durability._files import disk_errors
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
@@ -262,15 +262,6 @@ class Keeper:
     def degraded(self) -> str:
         """The reason why changes are missing on disk; "" if none are."""
         return self.failure or self._snapshot_error
-
-    def disk_space(self) -> DiskSpace | None:
-        """Return the free and the needed disk space; None if unknown."""
-        if self._saver is None:
-            return None
-        try:
-            return self._directory.disk_space(self._saved_size)
-        except OSError:  # the directory was moved; the next write reports it
-            return None
 
     def is_kept(self, recorded: int) -> bool:
         """Return whether this many records are on disk; a `failure` ends writing."""

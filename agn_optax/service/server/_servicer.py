@@ -364,7 +364,6 @@ class Servicer:
         is_initialized = self.core.is_initialized
         parameters, nbytes = self._frames.parameters if is_initialized else (0, 0)
         keeper = self.core.keeper
-        space = None if keeper is None else keeper.disk_space()
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
@@ -379,8 +378,6 @@ class Servicer:
             page_address=self.page_address,
             rejected=dict(self.core.ledger.rejections.counts),
             degraded="" if keeper is None else keeper.degraded,
-            disk_free=None if space is None else space.free,
-            disk_needed=None if space is None else space.needed,
             center=self.core.center_id,
             workers=self._traffic.statuses(members, waiting),
         )
