@@ -31,7 +31,7 @@ def test_doctor_finds_no_fault_in_a_healthy_center(server):
     options = ["--rule=easgd", "--moving-rate=0.25"]
     output = succeeds("doctor", server.address, *options)
     lines = output.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 11
     assert all(line.startswith("ok ") for line in lines), output
     found = checks(server.address, *options, code=0)
     assert found["state"] == ("ok", "2 leaves, 32 B")
@@ -47,7 +47,7 @@ def test_doctor_compares_rules(server, tmp_path):
     path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
     assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
     assert "no rule" in fails("doctor", server.address, "--moving-rate=0.5", code=2)
-    assert "1 of 12 checks failed" in fails(
+    assert "1 of 11 checks failed" in fails(
         "doctor", server.address, f"--config={path}", code=1
     )
 
