@@ -363,8 +363,8 @@ class Ledger:
         entries = sorted(due.entries, key=lambda entry: entry.worker)
         late = [self.round_staleness(entry) for entry in entries]
         rejected = {}
-        for entry, missed in zip(entries, late, strict=True):
-            rejection = self.rejections.decide(entry.submission, entry.norm, missed)
+        for entry in entries:
+            rejection = self.rejections.decide(entry.submission, entry.norm)
             if due.applies and rejection is not None:
                 member = self._registered[entry.worker]
                 count = member.consecutive_rejections + 1

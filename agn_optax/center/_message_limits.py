@@ -40,8 +40,6 @@ class MessageLimits:
       times_median: maximum norm of a message as a multiple of the median norm of the
         last 100 applied messages. Takes effect after 10 applied messages, also when a
         center continues from disk; None for no limit.
-      staleness: maximum number of versions since the worker's round began, counted as
-        in `BoundedStaleness`; None for no limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
       weight: maximum weight that a message may claim; None for no limit.
       in_a_row: number of consecutive rejections of a worker's messages at which its
@@ -68,7 +66,6 @@ class MessageLimits:
     nonfinite: bool = True
     norm: float | None = None
     times_median: float | None = None
-    staleness: int | None = None
     in_a_row: int = 10
     steps: int | None = None
     weight: float | None = None
@@ -82,7 +79,6 @@ class MessageLimits:
             if (bound := getattr(self, name)) is not None:
                 low = 1.0 if name == "times_median" else 0.0
                 check.rate(bound, name, low=low, high=math.inf, low_open=True)
-        check.whole_number(self.staleness, "staleness", least=0)
         check.whole_number(self.in_a_row, "in_a_row", least=1, optional=False)
         check.whole_number(self.steps, "steps", least=1)
 
@@ -120,26 +116,18 @@ class Rejections:
         self.max_norm = MAX_NORM
         self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
 
-    def decide(
-        self, submission: Submission, norm: float | None, round_staleness: int
-    ) -> Rejection | None:
+    def decide(self, submission: Submission, norm: float | None) -> Rejection | None:
         """Return the rejection of a message; None if the message is accepted.
 
         Args:
           submission: the message, of which only the plain fields are read.
           norm: norm of the message; None if it was not measured.
-          round_staleness: number of versions since the round of its worker began.
         """
         limits = self.limits
         for kind in ("steps", "weight"):
             claimed, limit = getattr(submission, kind), getattr(limits, kind)
             if limit is not None and (claimed or 0) > limit:
                 return _exceeds(kind, f"it claims {kind}={claimed:g}", limit)
-        limit = limits.staleness
-        if limit is not None and round_staleness > limit:
-            return _exceeds(
-                "staleness", f"it is {round_staleness} versions late", limit
-            )
         if norm is None:
             return None
         if limits.nonfinite and not norm <= self.max_norm:  # also true for NaN

@@ -626,15 +626,11 @@ def test_waiting_message_is_dropped_once_it_is_too_old():
     assert exchange(ledger, "a") == "a"  # it has made no round and does not wait
 
 
-@pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "reject"])
+@pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late"])
 def test_staleness_is_that_of_the_time_of_applying(mode):
     """Messages that arrived before may be applied in the meantime."""
     if mode == "late":
         ledger = make_ledger(Synchronous(quorum=1, late="drop"), "ab")
-    elif mode == "reject":
-        ledger = make_ledger(
-            None, "ab", limits=Limits(messages=MessageLimits(staleness=0))
-        )
     else:
         ledger = make_ledger(mode, "ab")
     send(ledger, "a")

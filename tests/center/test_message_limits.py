@@ -51,8 +51,8 @@ def send(center, value, worker="anna", behind=0):
         ("norm", "1", "norm must be a number"),
         ("norm", float("nan"), "norm must be"),
         ("times_median", 1, "times_median must be a number in \\(1"),
-        ("staleness", -1, "staleness must be a whole number >= 0"),
-        ("staleness", 1.5, "staleness must be a whole number"),
+        ("steps", 0, "steps must be a whole number >= 1"),
+        ("steps", 1.5, "steps must be a whole number"),
         ("in_a_row", 0, "in_a_row must be a whole number >= 1"),
         ("in_a_row", None, "in_a_row must be"),
         ("nonfinite", 1, "nonfinite must be True or False"),
@@ -137,21 +137,6 @@ def test_zero_messages_set_no_limit():
     for _ in range(20):
         send(center, 0.0)
     assert send(center, 5.0).applied
-
-
-def test_message_that_is_too_stale_is_rejected():
-    center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=MessageLimits(staleness=2))
-    )
-    send(center, 1.0, "slow")
-    for _ in range(2):
-        send(center, 1.0, "fast")
-    assert send(center, 1.0, "slow", behind=2).applied
-    for _ in range(3):
-        send(center, 1.0, "fast")
-    answer = send(center, 1.0, "slow", behind=3)
-    assert answer.rejected == "it is 3 versions late, and this center takes 2 at most"
-    assert send(center, 1.0, "slow").applied
 
 
 def test_too_many_rejections_in_a_row_raise():
