@@ -6,8 +6,7 @@
 
 The embedded center and the service are clients of a `Core`, and decide nothing
 themselves. The lock is held while programs are dispatched to the device, and not while
-they run; only a round whose rule needs all messages at once, such as a median, is
-combined under it.
+they run.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import check, combinations
 from agn_optax.center._ledger import Batch, Member, Stage
-from agn_optax.center._message_limits import Rejection
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState, Store, Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
-from agn_optax.center.durability import DiskSpace, Image, Keeper
+from agn_optax.center.durability import Image, Keeper
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -87,6 +85,7 @@ class Core:
       center_id: the center id. A center that continues from disk keeps its id, unless
         updates were lost.
       ledger: the ledger; read it only under `atomically`.
+      keeper: saves the center on disk; None without a durability.
     """
 
     def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
@@ -113,13 +112,19 @@ class Core:
         # Name of the worker that initialized the center; "" if the center was created
         # with its parameters. None if any worker may call `initialize`.
         self._chief: str | None = None
-        self._keeper: Keeper | None = None
+        self.keeper: Keeper | None = None
         if settings.durability is not None:
-            self._keeper = Keeper(settings.durability, rule, self._changed)
+            self.keeper = Keeper(settings.durability, rule, self._changed)
         params = settings.params
         try:
-            if self._keeper is not None:
-                self._continue_from_disk(self._keeper, params)
+            if self.keeper is not None:
+                store = self.keeper.restore(
+                    self.ledger, params, self._dtype, self._device, flatten
+                )
+                self.center_id = self.keeper.center_id
+                if store is not None:
+                    with self._changed:
+                        self._set_store(store, self.keeper.chief)
             if params is not None and self._store is None:
                 self.initialize(params, worker="")
         except BaseException:
@@ -148,34 +153,9 @@ class Core:
         return self._store
 
     @property
-    def is_durable(self) -> bool:
-        """True if the center has a durability, so that it outlives its process."""
-        return self._keeper is not None
-
-    @property
     def failure(self) -> str:
         """The error after which nothing is written to disk any more; "" without one."""
-        return "" if self._keeper is None else self._keeper.failure
-
-    @property
-    def degraded(self) -> str:
-        """The reason why updates are not on disk; "" if all are."""
-        return "" if self._keeper is None else self._keeper.degraded
-
-    @property
-    def restore_message(self) -> str:
-        """A message about the center that was found on disk; "" if there was none."""
-        return "" if self._keeper is None else self._keeper.restore_message
-
-    @property
-    def saved_version(self) -> int | None:
-        """Version of the newest snapshot that this process wrote; None without one."""
-        return None if self._keeper is None else self._keeper.saved_version
-
-    @property
-    def disk_space(self) -> DiskSpace | None:
-        """Space on the disk of the durability; None without one."""
-        return None if self._keeper is None else self._keeper.disk_space()
+        return "" if self.keeper is None else self.keeper.failure
 
     def atomically(self) -> threading.Condition:
         """Return the condition around the lock, notified after every change."""
@@ -250,15 +230,6 @@ class Core:
             store, copied = self.store, self.store.copy()
         return store.unpacked(copied)
 
-    def write_snapshot(self) -> int:
-        """Write a snapshot now: see `LocalCenter.write_snapshot`."""
-        if self._keeper is None:
-            raise errors.DurabilityError(
-                "this center is in memory only, so it writes no snapshots: give it a "
-                "journal (--journal)"
-            )
-        return self._keeper.save()
-
     # Start and end.
 
     def initialize(self, params: PyTree, *, worker: str) -> int:
@@ -299,11 +270,6 @@ class Core:
         """
         return self._wait_while_open(lambda: self.is_initialized, timeout)
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Return whether ``condition`` holds, now or within ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(condition, timeout)
-
     def close(self, reason: str = "this center has been closed") -> None:
         """Take no more exchanges: see `LocalCenter.close`."""
         with self._changed:
@@ -311,12 +277,13 @@ class Core:
             for message in self._messages.values():
                 message.done.notify_all()
             self._changed.notify_all()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self.keeper is not None:
+            self.keeper.close()
 
     def wait_until_closed(self, timeout: float | None = None) -> bool:
         """Return whether the center has ended, now or within ``timeout`` seconds."""
-        return self.wait_for(lambda: bool(self._ended), timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._ended), timeout)
 
     # Workers.
 
@@ -407,16 +374,20 @@ class Core:
         """Return an answer to an exchange whose first answer has been released."""
         current = self.store.current
         current.escaped = True  # its reader does not report the end of reading
-        answer = Answer(
+        answer = self._last_answer(worker, member, current)
+        return KeptAnswer(answer, current, self._recorded())
+
+    def _last_answer(self, worker: str, member: Member, version: Version) -> Answer:
+        """Return the answer to a worker's last exchange, without its parameters."""
+        return Answer(
             None,
-            current.number,
+            version.number,
             member.sequence,
             staleness=member.staleness or 0,
             applied=member.applied,
             rejected=member.rejection_reason,
             pace=self.ledger.pace(worker),
         )
-        return KeptAnswer(answer, current, self._recorded())
 
     def _apply_due(self) -> None:
         """Apply the messages that are due, and release what ended sessions needed."""
@@ -435,35 +406,20 @@ class Core:
         """Apply, drop or reject messages, which then no longer wait."""
         store, before = self.store, self.store.current
         messages = [self._messages.pop(entry.worker) for entry in batch.entries]
-        checks_finite, failure = self.ledger.rejections.limits.nonfinite, None
         try:
-            if batch.indices_to_apply and not store.apply(
-                *_applied(batch, messages), checks_finite=checks_finite
-            ):
-                batch = self._reject_all(batch)
+            if batch.indices_to_apply:
+                store.apply(*_applied(batch, messages))
         except Exception as error:
-            failure = _with_traceback(error)
+            failure = _with_traceback(error)  # to be raised in these workers' calls
+            for entry in batch.entries:
+                self._failures[entry.worker] = entry.submission.sequence, failure
         finally:  # also after Ctrl-C
             for message in messages:
                 message.done.notify_all()
-            if failure is not None:  # to be raised in these workers' calls
-                for entry in batch.entries:
-                    sequence = entry.submission.sequence
-                    self._failures[entry.worker] = sequence, failure
             if batch.indices_to_apply and store.current is before:
                 self.ledger.fail(batch)
             else:
                 self._answer(batch, messages, before)
-
-    def _reject_all(self, batch: Batch) -> Batch:
-        """Return a batch in which all messages to be applied are rejected."""
-        rejection = Rejection(
-            "nonfinite",
-            f"the messages of its round, combined by {self.rule.combine}, are not "
-            "finite",
-        )
-        workers = [batch.entries[i].worker for i in batch.indices_to_apply]
-        return self.ledger.with_rejections(batch, dict.fromkeys(workers, rejection))
 
     def _answer(
         self, batch: Batch, messages: list[_WaitingMessage], before: Version
@@ -473,7 +429,7 @@ class Core:
         self.ledger.settle(batch, time.monotonic())
         to_apply, current = batch.indices_to_apply, store.current
         exchange: tuple[Any, ...] = ()
-        if to_apply and self._keeper:
+        if to_apply and self.keeper:
             submissions, *others = _applied(batch, messages)
             applied = [
                 s._replace(contribution=store.unplace(s.contribution))
@@ -483,42 +439,34 @@ class Core:
         workers = [entry.worker for entry in batch.entries]
         recorded = self._record(*workers, exchange=exchange)
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
-            sequence = message.submission.sequence
             rejection = batch.rejected.get(worker)
             if rejection is not None:
                 _log.warning(
                     "a message of worker %r was rejected: %s", worker, rejection.reason
                 )
                 if rejection.is_last:
-                    error = self._too_many_rejections(worker, rejection)
-                    self._failures[worker] = sequence, error
+                    error = errors.MessageRejectedError(
+                        f"worker {worker!r} has sent "
+                        f"{self.ledger.rejections.limits.in_a_row} messages or more in "
+                        "a row that this center rejects, the last one because "
+                        f"{rejection.reason}; the center is unchanged. Start again "
+                        "from the center, with a smaller learning rate or with "
+                        "clipping"
+                    )
+                    self._failures[worker] = message.submission.sequence, error
                     continue
             # A rejected worker adopts the center with the other messages of the round.
             adopts_before = self.rule.adopts == "before" and i in to_apply
             adopted = before if adopts_before else current
             adopted.readers += 1
-            answer = Answer(
-                None,
-                adopted.number,
-                sequence,
-                staleness=batch.staleness[i],
-                norm=message.norm,
-                applied=i in to_apply,
-                rejected="" if rejection is None else rejection.reason,
-                pace=self.ledger.pace(worker),
+            member = self.ledger.registered()[worker]
+            answer = self._last_answer(worker, member, adopted)
+            self._answers[worker] = KeptAnswer(
+                answer._replace(norm=message.norm),
+                adopted,
+                recorded,
+                message.read_until(current),
             )
-            read = message.read_until(current)
-            self._answers[worker] = KeptAnswer(answer, adopted, recorded, read)
-
-    def _too_many_rejections(
-        self, worker: str, rejection: Rejection
-    ) -> errors.MessageRejectedError:
-        return errors.MessageRejectedError(
-            f"worker {worker!r} has sent {self.ledger.rejections.limits.in_a_row} "
-            "messages or more in a row that this center rejects, the last one because "
-            f"{rejection.reason}; the center is unchanged. Start again from the "
-            "center, with a smaller learning rate or with clipping"
-        )
 
     def _release(self, worker: str) -> None:
         """Release the message, answer and error that a worker's state does not need."""
@@ -528,8 +476,8 @@ class Core:
         if message is not None and state is not Stage.WAITING:
             del self._messages[worker]
             message.done.notify_all()
-        if state is not Stage.ANSWERED:
-            self._release_answer(worker)
+        if state is not Stage.ANSWERED and (kept := self._answers.pop(worker, None)):
+            kept.version.readers -= 1
         if state is not Stage.IDLE:
             self._failures.pop(worker, None)
 
@@ -537,21 +485,7 @@ class Core:
         if close := self._connection_closers.pop(worker, None):
             close()
 
-    def _release_answer(self, worker: str) -> None:
-        if answer := self._answers.pop(worker, None):
-            answer.version.readers -= 1
-
     # Durability.
-
-    def _continue_from_disk(self, keeper: Keeper, params: PyTree) -> None:
-        """Continue with the center found on disk, if there is one."""
-        store = keeper.restore(
-            self.ledger, params, self._dtype, self._device, self._flatten
-        )
-        self.center_id = keeper.center_id
-        if store is not None:
-            with self._changed:
-                self._set_store(store, keeper.chief)
 
     def _set_store(self, store: Store, chief: str | None) -> None:
         """Set the center's store, and write it to disk before it has readers."""
@@ -559,8 +493,8 @@ class Core:
         self._store, self.ledger.version = store, store.current.number
         self.ledger.rejections.max_norm = store.max_norm
         try:
-            if self._keeper is not None:
-                self._keeper.begin(self._image)
+            if self.keeper is not None:
+                self.keeper.begin(self._image)
         except BaseException:
             self._store, self._chief = None, old_chief
             raise
@@ -573,15 +507,15 @@ class Core:
 
     def _record(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
         """Record a change of workers; return the record number to wait for."""
-        if self._keeper is None:
+        if self.keeper is None:
             return 0
-        return self._keeper.record(self.ledger.state_to_save(workers), *exchange)
+        return self.keeper.record(self.ledger.state_to_save(workers), *exchange)
 
     def _recorded(self) -> int:
-        return 0 if self._keeper is None else self._keeper.recorded
+        return 0 if self.keeper is None else self.keeper.recorded
 
     def _wait_until_kept(self, recorded: int) -> None:
-        keeper = self._keeper
+        keeper = self.keeper
         if keeper is None:
             return
         with self._changed:  # a closed center still writes the records that it has
@@ -660,12 +594,13 @@ class LocalSession(Session):
         """Submit an exchange, whose contribution may be flattened: see `Session`."""
         core, submission = self._core, submission.checked()
         message = core._examine(submission)
-        about = self.worker, self.session_id, submission
         # It is still on the device if no limit needs it.
         norm = None if isinstance(message.norm, jax.Array) else float(message.norm)
         with core.atomically():
             core._check_open()
-            if core.ledger.submit(*about, time.monotonic(), norm):
+            if core.ledger.submit(
+                self.worker, self.session_id, submission, time.monotonic(), norm
+            ):
                 core._messages.setdefault(self.worker, message)
                 core._release(self.worker)
             core._apply_due()

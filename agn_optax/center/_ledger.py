@@ -120,8 +120,8 @@ class Batch:
     weights: tuple[float, ...] | None  # of the messages of a round; else None
     applies: bool  # False if the messages are to be dropped
     # Rejections by worker; these messages are not applied with the others.
-    rejected: Mapping[str, Rejection] = dataclasses.field(default_factory=dict)
-    workers: int = 1  # number of registered workers
+    rejected: Mapping[str, Rejection]
+    workers: int  # number of registered workers
 
     @property
     def indices_to_apply(self) -> list[int]:
@@ -362,21 +362,22 @@ class Ledger:
             return None
         entries = sorted(due.entries, key=lambda entry: entry.worker)
         late = [self.round_staleness(entry) for entry in entries]
-        batch = Batch(
+        rejected = {}
+        for entry in entries:
+            rejection = self.rejections.decide(entry.submission, entry.norm)
+            if due.applies and rejection is not None:
+                member = self._registered[entry.worker]
+                count = member.consecutive_rejections + 1
+                is_last = count >= self.rejections.limits.in_a_row
+                rejected[entry.worker] = rejection._replace(is_last=is_last)
+        return Batch(
             tuple(entries),
             tuple(self.version - e.submission.anchor_version for e in entries),
             self.mode.weights(late),
             due.applies,
-            workers=len(self._registered),
+            rejected,
+            len(self._registered),
         )
-        if not due.applies:
-            return batch
-        rejected = {}
-        for entry, missed in zip(entries, late, strict=True):
-            rejection = self.rejections.decide(entry.submission, entry.norm, missed)
-            if rejection is not None:
-                rejected[entry.worker] = rejection
-        return self.with_rejections(batch, rejected)
 
     @property
     def is_complete(self) -> bool:
@@ -391,14 +392,6 @@ class Ledger:
         """Return the rounds by which a message's worker is ahead of the slowest."""
         slowest = min(member.rounds for member in self._registered.values())
         return self._registered[entry.worker].rounds - slowest
-
-    def with_rejections(self, batch: Batch, rejected: Mapping[str, Rejection]) -> Batch:
-        """Return a batch with further rejections."""
-        limit, further = self.rejections.limits.in_a_row, {}
-        for worker, rejection in rejected.items():
-            count = self._registered[worker].consecutive_rejections + 1
-            further[worker] = rejection._replace(is_last=count >= limit)
-        return dataclasses.replace(batch, rejected={**batch.rejected, **further})
 
     def pace(self, worker: str) -> float | None:
         """Return a worker's speed divided by the highest one; None if unknown.
@@ -462,8 +455,7 @@ class Ledger:
             for name in names
             if (member := self.find(name)) is not None
         }
-        norms = self.rejections.norms_to_save(whole=workers is None)
-        return {"members": members, "open": self.is_open, "norms": norms}
+        return {"members": members, "open": self.is_open}
 
     def restore(
         self, state: dict[str, Any], now: float, *, is_new_id: bool = False
@@ -489,7 +481,6 @@ class Ledger:
         if not is_new_id:
             enough = len(self._registered) >= self.barrier
             self.is_open = self.is_open or state["open"] or enough
-            self.rejections.restore_norms(state["norms"])
 
     def deadline(self) -> float | None:
         """Return the time to call `due` again if no event comes; None for never."""

@@ -133,35 +133,6 @@ class LocalCenter:
         """Return a consistent copy of the center's complete state, for a checkpoint."""
         return self.core.save()
 
-    def write_snapshot(self) -> int:
-        """Write a snapshot to the durability's directory; return when it is on disk.
-
-        The snapshot replaces the records of a `Journal`, so that a start has nothing to
-        replay.
-
-        Returns:
-          The snapshot's version. Concurrent calls may share one snapshot.
-
-        Raises:
-          DurabilityError: the snapshot cannot be written, or the center has no
-            durability.
-          NotInitializedError: the center has no parameters yet.
-          CenterClosedError: the center has ended meanwhile.
-
-        Example:
-          >>> import tempfile, jax.numpy as jnp, agn_optax
-          >>> with tempfile.TemporaryDirectory() as folder:
-          ...     center = agn_optax.LocalCenter(
-          ...         agn_optax.rules.downpour(),
-          ...         jnp.ones(2),
-          ...         durability=agn_optax.center.Journal(folder),
-          ...     )
-          ...     print(center.write_snapshot())
-          ...     center.close()
-          0
-        """
-        return self.core.write_snapshot()
-
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Set the center's first parameters: see `Center.initialize`."""
         self.core.initialize(params, worker=worker)

@@ -1,6 +1,6 @@
 """Message limits: their settings, and the decision which messages are rejected.
 
-Like the ledger, which calls it and saves its state, this module holds no arrays, no
+Like the ledger, which calls it, this module holds no arrays, no
 lock and no clock.
 """
 
@@ -18,7 +18,7 @@ from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
 _MAX_NORMS = 100  # maximum number of norms in the median
-_MAX_NORM = 2.0**64  # the square root of the largest number of float32
+MAX_NORM = 2.0**64  # rounded: the square root of the largest number of float32
 _MIN_NORMS = 10  # applied messages before a norm is compared with the median
 
 
@@ -31,16 +31,15 @@ class MessageLimits:
 
     Args:
       nonfinite: reject messages that are not finite or far too large: their norm is
-        beyond the square root of the largest number of the center's dtype (1.8e19 for
-        float32 and bfloat16, 256 for float16), so that the squares in an optimizer's
-        state stay finite. For float64 the limit is the largest number of float32. A
-        center optimizer may still overflow, for example with a learning rate of 1e20.
+        beyond 1.8e19, the square root of the largest number of float32, so that the
+        squares in an optimizer's state stay finite. For a center of float16 the limit
+        is 65504, its largest number, so the squares may overflow: give such a center
+        ``dtype="float32"``. A center optimizer with a learning rate of 1e20 may
+        overflow too, as may a combine of your own that amplifies.
       norm: maximum global norm of a message; None for no limit.
       times_median: maximum norm of a message as a multiple of the median norm of the
-        last 100 applied messages. Takes effect after 10 applied messages; None for no
-        limit.
-      staleness: maximum number of versions since the worker's round began, counted as
-        in `BoundedStaleness`; None for no limit.
+        last 100 applied messages. Takes effect after 10 applied messages, also when a
+        center continues from disk; None for no limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
       weight: maximum weight that a message may claim; None for no limit.
       in_a_row: number of consecutive rejections of a worker's messages at which its
@@ -67,7 +66,6 @@ class MessageLimits:
     nonfinite: bool = True
     norm: float | None = None
     times_median: float | None = None
-    staleness: int | None = None
     in_a_row: int = 10
     steps: int | None = None
     weight: float | None = None
@@ -81,7 +79,6 @@ class MessageLimits:
             if (bound := getattr(self, name)) is not None:
                 low = 1.0 if name == "times_median" else 0.0
                 check.rate(bound, name, low=low, high=math.inf, low_open=True)
-        check.whole_number(self.staleness, "staleness", least=0)
         check.whole_number(self.in_a_row, "in_a_row", least=1, optional=False)
         check.whole_number(self.steps, "steps", least=1)
 
@@ -116,30 +113,21 @@ class Rejections:
     def __init__(self, limits: MessageLimits) -> None:
         self.limits = limits
         self.counts: dict[str, int] = {}
-        self.max_norm = _MAX_NORM
+        self.max_norm = MAX_NORM
         self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
-        self._new: list[float] = []  # added since the last call of `norms_to_save`
 
-    def decide(
-        self, submission: Submission, norm: float | None, round_staleness: int
-    ) -> Rejection | None:
+    def decide(self, submission: Submission, norm: float | None) -> Rejection | None:
         """Return the rejection of a message; None if the message is accepted.
 
         Args:
           submission: the message, of which only the plain fields are read.
           norm: norm of the message; None if it was not measured.
-          round_staleness: number of versions since the round of its worker began.
         """
         limits = self.limits
         for kind in ("steps", "weight"):
             claimed, limit = getattr(submission, kind), getattr(limits, kind)
             if limit is not None and (claimed or 0) > limit:
                 return _exceeds(kind, f"it claims {kind}={claimed:g}", limit)
-        limit = limits.staleness
-        if limit is not None and round_staleness > limit:
-            return _exceeds(
-                "staleness", f"it is {round_staleness} versions late", limit
-            )
         if norm is None:
             return None
         if limits.nonfinite and not norm <= self.max_norm:  # also true for NaN
@@ -168,17 +156,8 @@ class Rejections:
     def add_norms(self, norms: Iterable[float | None]) -> None:
         """Record the norms of applied messages."""
         if self.limits.times_median is not None:
-            self._new = [n for n in norms if n is not None and math.isfinite(n)]
-            self._norms.extend(self._new)
-
-    def norms_to_save(self, *, whole: bool) -> list[float]:
-        """Return all norms, or the norms added since the last call."""
-        new, self._new = self._new, []
-        return list(self._norms) if whole else new
-
-    def restore_norms(self, norms: Iterable[float]) -> None:
-        """Restore norms that `norms_to_save` returned, oldest first."""
-        self._norms.extend(norms)
+            finite = [n for n in norms if n is not None and math.isfinite(n)]
+            self._norms.extend(finite)
 
 
 def _exceeds(kind: str, found: str, limit: float) -> Rejection:

@@ -8,10 +8,10 @@ Three numbers say how late a message is, or how early:
     staleness          versions since the message's anchor. Rules discount by it, and
                        answers report it.
     round_staleness    versions since the worker's round began: with its last answer, or
-                       with the message's anchor if that is newer. Modes and message
-                       limits use it, because under some rules a worker adopts the
-                       center as it was before its own message, so that the staleness is
-                       1 even if no other worker exists.
+                       with the message's anchor if that is newer. Modes use it, because
+                       under some rules a worker adopts the center as it was before its
+                       own message, so that the staleness is 1 even if no other worker
+                       exists.
     rounds_ahead       rounds by which the worker is ahead of the slowest worker, which
                        ``BoundedStaleness(rounds=)`` bounds.
 """

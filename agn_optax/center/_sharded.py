@@ -18,7 +18,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, combinations, in_background, trees
+from agn_optax._internal import check, combinations, in_background
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.round import elementwise, parts
@@ -72,7 +72,6 @@ class ShardedCenter:
         self.centers = tuple(centers)
         self.fragments = fragments
         self._like = like
-        self._checked: Any = None  # the kind of tree that was checked with the rule
         # Set on the first pull: abstract parameters, contribution, and parts of shards.
         self._model: PyTree = None
         self._message_like: PyTree
@@ -173,11 +172,9 @@ class ShardedCenter:
         Raises:
           InvalidArgumentError: the rule cannot work on parts of the parameters.
         """
-        whole, kind = jax.eval_shape(lambda: tree), trees.kinds(tree)
+        whole = jax.eval_shape(lambda: tree)
         shard_parts = self._divide(whole)
-        if self._checked != kind:  # a chief joins and initializes with the same params
-            elementwise.check(self.rule, whole, jax.eval_shape(shard_parts.cut, whole))
-            self._checked = kind
+        elementwise.check(self.rule, whole, jax.eval_shape(shard_parts.cut, whole))
         return shard_parts.cut(tree)
 
     def cut_message(self, contribution: PyTree) -> list[PyTree]:

@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
+from agn_optax.center._message_limits import MAX_NORM
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import steps as rounds
@@ -69,8 +70,9 @@ class Store:
       packing: the layout of flattened parameters; None if they are kept as a tree.
       like: abstract tree of the parameters.
       contribution_like: abstract tree of a worker's contribution.
-      max_norm: norm beyond which a message counts as not finite: the square root of the
-        largest number of the center's dtype.
+      max_norm: norm beyond which a message counts as not finite: the square root of
+        float32's largest number, or the largest number of the center's dtype if that is
+        smaller.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Store:
         self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         self.contribution_like = rounds.contribution_like(rule, self.like)
         largest = [float(jnp.finfo(x.dtype).max) for x in jax.tree.leaves(self.like)]
-        self.max_norm = math.sqrt(min(largest, default=0.0))
+        self.max_norm = min([MAX_NORM, *largest])
         # True if all leaves are in the memory of JAX's default CPU device.
         first, default = jax.local_devices()[0], jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
@@ -234,9 +236,7 @@ class Store:
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
         workers: int = 1,
-        *,
-        checks_finite: bool = False,
-    ) -> bool:
+    ) -> None:
         """Compute the next version.
 
         Args:
@@ -245,11 +245,6 @@ class Store:
           weights: factor of each message of a round, ignored if the rule discounts
             messages by their staleness; None if this is no round.
           workers: number of registered workers.
-          checks_finite: whether to check what the rule's ``combine`` makes of a round,
-            which waits for the device.
-
-        Returns:
-          False if that is not finite; then the center does not change.
         """
         before, program = self.current, self._programs.move
         extras = [
@@ -261,9 +256,6 @@ class Store:
         if weights is not None:
             program = self._programs.move_round
             data, extra = self._combine(submissions, extras, weights, workers)
-            is_checked = checks_finite and not self._rule.is_summed
-            if is_checked and not self._programs.is_finite(data, before.params):
-                return False
         # Reuse the arrays of the old version, unless it has readers.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
@@ -271,7 +263,6 @@ class Store:
         run = program.in_place if in_place else program.anew
         params, self._center_state = run(data, extra, before.params, self._center_state)
         self.current = Version(params, before.number + 1)
-        return True
 
     def _combine(
         self,
@@ -412,10 +403,6 @@ def _programs(rule: Rule) -> SimpleNamespace:
         message = optax.tree.cast_like(mean, center)
         return rounds.apply(rule, message, center, state, extra.as_dict())
 
-    def is_finite(combined: PyTree, center: PyTree) -> jax.Array:
-        leaves = jax.tree.leaves(optax.tree.cast_like(combined, center))
-        return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in two forms: in place and anew."""
         # The optimizer's state has no readers and is always donated; versions may have
@@ -430,7 +417,6 @@ def _programs(rule: Rule) -> SimpleNamespace:
         weigh=jax.jit(weigh, donate_argnums=0),
         # Compiled for each number of messages; None if messages are summed.
         combine=None if rule.is_summed else jax.jit(combine),
-        is_finite=jax.jit(is_finite),  # takes the result of `combine`
         move=compiled(move),  # takes a contribution
         move_round=compiled(move_round),  # takes the sum of a round's messages
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),

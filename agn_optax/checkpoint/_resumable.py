@@ -223,7 +223,7 @@ class Resumable:
 
 def _is_in_memory_only(center: Any) -> bool:
     """Return whether a center is lost when this process ends."""
-    return isinstance(center, LocalCenter) and not center.core.is_durable
+    return isinstance(center, LocalCenter) and center.core.keeper is None
 
 
 class _ResumablePart(WorkerPart):

@@ -280,16 +280,6 @@ class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SaveRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class SaveReply(_message.Message):
-    __slots__ = ("version",)
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
-
 class DrainRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -350,7 +340,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "disk_free", "disk_needed", "listens_at", "direct_address", "page_address")
+    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "listens_at", "direct_address", "page_address")
     class RejectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -370,8 +360,6 @@ class StatusReply(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
-    DISK_FREE_FIELD_NUMBER: _ClassVar[int]
-    DISK_NEEDED_FIELD_NUMBER: _ClassVar[int]
     LISTENS_AT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -387,9 +375,7 @@ class StatusReply(_message.Message):
     bytes_sent: int
     rejected: _containers.ScalarMap[str, int]
     degraded: str
-    disk_free: int
-    disk_needed: int
     listens_at: str
     direct_address: str
     page_address: str
-    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...

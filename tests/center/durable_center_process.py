@@ -40,7 +40,7 @@ class Commands:
         core = self._center.core
         return {
             "failure": core.failure,
-            "degraded": core.degraded,
+            "degraded": core.keeper.degraded,
             "raised": self._error,
             "version": self._center.version,
         }

@@ -17,7 +17,6 @@ from agn_optax.center import (
     BoundedStaleness,
     Limits,
     LocalCenter,
-    MessageLimits,
     Submission,
     Synchronous,
 )
@@ -104,7 +103,6 @@ def test_scaling_from_two_to_four_to_two_workers_loses_no_step(mode, leave):
     [
         {"mode": BoundedStaleness(versions=0)},
         {"mode": Synchronous(late="drop")},
-        {"limits": Limits(messages=MessageLimits(staleness=0))},
     ],
 )
 def test_new_worker_starts_from_the_current_center(settings):

@@ -191,7 +191,7 @@ def test_full_disk_stops_the_center(small_disk):
     answered = []
     with pytest.raises(errors.CenterClosedError, match="No space left on device"):
         answered.extend(iter(lambda: send(center).version, None))
-    assert center.core.degraded == center.core.failure
+    assert center.core.keeper.degraded == center.core.failure
     center.close()
     assert answered
     again = shutil.copytree(disk / "a", disk.parent / "copy")
@@ -212,7 +212,7 @@ def test_journal_continues_while_the_disk_is_full(files, small_disk, caplog, tmp
         send(center)
         send(center)
         wait_until(lambda: "no snapshot could be written" in caplog.text)
-        assert "No space left on device" in center.core.degraded
+        assert "No space left on device" in center.core.keeper.degraded
         assert ("the journal continues in its old file" in caplog.text) == files
         assert not center.core.failure
         copy = shutil.copytree(disk / "a", tmp_path / "copy")
@@ -220,7 +220,7 @@ def test_journal_continues_while_the_disk_is_full(files, small_disk, caplog, tmp
         assert (again.version, again.center_id) == (3, center.center_id)
     for _ in range(3):
         send(center)
-    wait_until(lambda: not center.core.degraded)
+    wait_until(lambda: not center.core.keeper.degraded)
     center.close()
     assert not list((disk / "a").glob("journal-*"))
     with found(disk / "a") as again:

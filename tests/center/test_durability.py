@@ -214,7 +214,7 @@ def test_truncated_write_is_ignored(tmp_path, killed, caplog):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
     send(center)
     before = center.save()
-    size = center.core._keeper._writer._end
+    size = center.core.keeper._writer._end
     copy = killed(tmp_path / "a")
     send(center)
     with (tmp_path / "a" / FIRST).open("rb") as whole:
@@ -236,7 +236,7 @@ def test_truncated_write_is_ignored(tmp_path, killed, caplog):
 def test_damage_is_named_and_files_stay_unchanged(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
-    begin = center.core._keeper._writer._end
+    begin = center.core.keeper._writer._end
     for _ in range(2):
         send(center)
     copy = killed(tmp_path / "a")
@@ -286,7 +286,7 @@ def changed(path, rng):
 
 
 def has_saved(center):
-    return center.core._keeper._saved[0] > 0
+    return center.core.keeper._saved[0] > 0
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +314,7 @@ def worn(tmp_path_factory):
                 send(center, worker=f"w{number % 3}")
                 if i and number % 3 == 0:
                     wait_for(center, functools.partial(has_saved, center))
-            lock, recorded = folder / "ab"[i] / "lock", center.core._keeper.recorded
+            lock, recorded = folder / "ab"[i] / "lock", center.core.keeper.recorded
             wait_for(center, lambda: int(lock.read_text().split()[1]) == recorded)  # noqa: B023
             add(kind, center)  # as if the process was killed
             center.close()
@@ -365,7 +365,7 @@ def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     before = (tmp_path / "a" / "lock").read_bytes()
     send(center)
-    end = center.core._keeper._writer._end
+    end = center.core.keeper._writer._end
     send(center)
     copy = killed(tmp_path / "a")
     (copy / "lock").write_bytes(before)
@@ -479,24 +479,27 @@ def test_snapshots_are_written_after_an_exception_in_their_thread(
         return is_due(keeper)
 
     monkeypatch.setattr(Keeper, "_is_due", property(fails_once))
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(3))
-    assert in_background(center.write_snapshot, "a test").result(LIMIT) == 0
+    center = kept(Journal(tmp_path / "a", size=1), params=jnp.zeros(3))
+    send(center)
+    wait_until_saved(center)
     center.close()
     assert "thread 'agn-optax snapshots' failed, and goes on" in caplog.text
 
 
 def wait_until_saved(center):
     """Wait until all records are in a snapshot."""
-    keeper = center.core._keeper
+    keeper = center.core.keeper
     wait_for(center, lambda: keeper._saved[0] == keeper._number)
 
 
 def wait_for(center, condition):
     """Wait for a condition that another thread of the center makes true."""
-    for _ in range(int(LIMIT / 0.01)):
-        if center.core.wait_for(condition, 0.01):
-            return
-    pytest.fail("the condition did not hold in time")
+
+    def holds():
+        with center.core.atomically():
+            return condition()
+
+    wait_until(holds)
 
 
 def test_snapshot_replaces_the_journal(tmp_path, killed):
@@ -514,53 +517,11 @@ def test_snapshot_replaces_the_journal(tmp_path, killed):
     center.close()
 
 
-def test_write_snapshot_writes_the_current_version(tmp_path, killed):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    assert center.write_snapshot() == 0
-    for version in (1, 2):
-        send(center)
-        assert center.write_snapshot() == version
-        # A journal is removed after the snapshot was written.
-        last = {"lock", f"snapshot-{version + 1:012}"}
-        assert last <= names(tmp_path / "a")
-        again = kept(Journal(killed(tmp_path / "a")))
-        assert_identical(again.save(), center.save())
-        again.close()
-    assert center.write_snapshot() == 2  # nothing has changed
-    center.close()
-    with pytest.raises(errors.CenterClosedError):
-        center.write_snapshot()
-
-
-def test_write_snapshot_without_room_raises(tmp_path):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    send(center)
-    send(center)  # now JAX has read all that it reads from files
-    with (
-        no_more_files(),
-        pytest.raises(errors.DurabilityError, match="no snapshot could be written"),
-    ):
-        center.write_snapshot()
-    send(center)
-    assert center.write_snapshot() == 3
-    assert not center.core.degraded
-    center.close()
-
-
-def test_write_snapshot_without_durability_raises(tmp_path):
-    with pytest.raises(errors.DurabilityError, match="in memory only, so it writes no"):
-        LocalCenter(DOWNPOUR, jnp.zeros(2)).write_snapshot()
-    center = kept(Journal(tmp_path / "a"))
-    with pytest.raises(errors.NotInitializedError):
-        center.write_snapshot()
-    center.close()
-
-
 def test_counted_journal_size_is_the_size_on_disk(tmp_path):
     """Small exchanges and joins are tested, which have few or no arrays."""
     size = 10_000
     center = kept(Journal(tmp_path / "a", size=size), params=jnp.zeros(2))
-    keeper = center.core._keeper
+    keeper = center.core.keeper
 
     def is_at_rest():
         """Return whether no thread of the keeper is about to write."""
@@ -675,7 +636,7 @@ def test_snapshot_within_a_journal_is_restored(tmp_path, killed):
     """Its own journal could not be begun, so the older journal continues after it."""
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
-    keeper = center.core._keeper
+    keeper = center.core.keeper
     keeper._save(keeper._number, center.core._image())
     for _ in range(2):
         send(center)
@@ -689,6 +650,30 @@ def test_snapshot_within_a_journal_is_restored(tmp_path, killed):
     center.close()
 
 
+@pytest.mark.parametrize("step", ["save", "begin_journal"])
+def test_center_killed_while_it_begins_keeps_its_id_and_its_workers(
+    step, tmp_path, monkeypatch
+):
+    center = kept(Journal(tmp_path / "a"))
+    session = center.join("w")
+    directory = center.core.keeper._directory
+    make = getattr(directory, step)
+
+    def make_and_copy(*args):
+        made = make(*args)
+        shutil.copytree(tmp_path / "a", tmp_path / "copy")
+        return made
+
+    monkeypatch.setattr(directory, step, make_and_copy)
+    center.initialize(jnp.zeros(2), worker="w")
+    again = kept(Journal(tmp_path / "copy"))
+    assert again.center_id == center.center_id
+    resumed = again.join("w", resume_token=session.resume_token)
+    assert resumed.exchange(Submission(1, jnp.ones(2), anchor_version=0)).applied
+    again.close()
+    center.close()
+
+
 def test_initialization_is_undone_if_the_journal_cannot_be_begun(tmp_path, monkeypatch):
     center = kept(Journal(tmp_path / "a"))
 
@@ -696,7 +681,7 @@ def test_initialization_is_undone_if_the_journal_cannot_be_begun(tmp_path, monke
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(center.core._keeper._directory, "begin_journal", full)
+        patch.setattr(center.core.keeper._directory, "begin_journal", full)
         with pytest.raises(errors.DurabilityError, match="Too many open files"):
             center.initialize(jnp.zeros(2), worker="chief")
     center.initialize(jnp.ones(2), worker="other")
@@ -730,7 +715,7 @@ def test_journal_continues_without_room_for_a_snapshot(
         tried.release()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(center.core._keeper._directory, "save", full)
+    monkeypatch.setattr(center.core.keeper._directory, "save", full)
     for number in range(1, 6):
         send(center)
         if number % 2 == 0:
@@ -824,7 +809,7 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
     # The write succeeded, so the data may have reached the disk; here it has not.
     copy = killed(tmp_path / "a")
     with (copy / FIRST).open("r+b") as file:
-        file.seek(center.core._keeper._writer._end)
+        file.seek(center.core.keeper._writer._end)
         file.write(bytes(4096))
     again = kept(Journal(copy))
     assert (again.version, again.center_id) == (1, center.center_id)
@@ -847,7 +832,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     workers[1].start()
     wait_for(center, lambda: center.version == 2)
     closed = in_background(center.close, "a test")
-    waiting = center.core._keeper._writer._queue
+    waiting = center.core.keeper._writer._queue
     wait_until(lambda: waiting.qsize() >= 2)  # the second message and the end marker
     disk.ready.set()
     closed.result(LIMIT)
@@ -869,7 +854,7 @@ def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeyp
         kept(Journal(tmp_path), params=jnp.zeros(2)) as center,
         monkeypatch.context() as context,
     ):
-        context.setattr(center.core._keeper._directory, "save", full)
+        context.setattr(center.core.keeper._directory, "save", full)
         for _ in range(6):
             send(center)
         assert tried.acquire(timeout=LIMIT)

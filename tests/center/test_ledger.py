@@ -29,7 +29,6 @@ from agn_optax.center import (
     _ledger,
 )
 from agn_optax.center._ledger import NEXT, Stage
-from agn_optax.center._message_limits import Rejection
 
 MODES = [
     Asynchronous(),
@@ -109,7 +108,7 @@ class Commands(RuleBasedStateMachine):
         limits = Limits(
             lease=self.lease,
             max_workers=self.room,
-            messages=MessageLimits(in_a_row=IN_A_ROW),
+            messages=MessageLimits(in_a_row=IN_A_ROW, norm=1.0),
         )
         return make_ledger(
             self.mode, limits=limits, barrier=self.barrier, version=self.version
@@ -333,6 +332,9 @@ class Commands(RuleBasedStateMachine):
 
     def apply_batch(self, fails=False, unwanted=()):
         """Return whether there was a batch; settle or reject it."""
+        for name, entry in self.ledger.pending.items():
+            norm = 2.0 if name in unwanted else 0.0
+            self.ledger.pending[name] = dataclasses.replace(entry, norm=norm)
         batch = self.ledger.due(self.now)
         self.expire()
         if batch is None:
@@ -360,6 +362,7 @@ class Commands(RuleBasedStateMachine):
             else:
                 assert batch.weights[i] == 1
         rejected = {name for name in names if name in unwanted and batch.applies}
+        assert rejected == batch.rejected.keys()
         moves = batch.applies and rejected != set(names)
         for name in names:
             known = self.last[name]
@@ -378,9 +381,6 @@ class Commands(RuleBasedStateMachine):
                 known.exchanges += 1
                 known.consecutive_rejections = 0
             known.dropped += not batch.applies
-        batch = self.ledger.with_rejections(
-            batch, {name: Rejection("norm", "too large") for name in rejected}
-        )
         if fails:
             self.ledger.fail(batch)
         else:
@@ -626,15 +626,11 @@ def test_waiting_message_is_dropped_once_it_is_too_old():
     assert exchange(ledger, "a") == "a"  # it has made no round and does not wait
 
 
-@pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "reject"])
+@pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late"])
 def test_staleness_is_that_of_the_time_of_applying(mode):
     """Messages that arrived before may be applied in the meantime."""
     if mode == "late":
         ledger = make_ledger(Synchronous(quorum=1, late="drop"), "ab")
-    elif mode == "reject":
-        ledger = make_ledger(
-            None, "ab", limits=Limits(messages=MessageLimits(staleness=0))
-        )
     else:
         ledger = make_ledger(mode, "ab")
     send(ledger, "a")

@@ -143,22 +143,3 @@ def test_round_of_one_message_equals_a_single_message():
         kept.apply(submissions(sent), [0], [1.0])
         other.apply(submissions(sent), [0])
         assert_identical(kept.current.params, other.current.params)
-
-
-def test_combine_function_that_amplifies_is_checked():
-    """The norms of messages bound only their sum."""
-    amplify = agn_optax.robust.Combine(
-        lambda messages, total: jax.tree.map(lambda m: 1e30 * m.sum(0), messages),
-        name="amplify",
-    )
-    rule = dataclasses.replace(shared.downpour(), combine=amplify)
-    center = agn_optax.LocalCenter(
-        rule, jnp.zeros(4), mode=agn_optax.center.Synchronous()
-    )
-    session = center.join("anna")
-    for sequence, (size, is_applied) in enumerate([(1.0, True), (1e9, False)], start=1):
-        answer = session.exchange(
-            Submission(sequence, jnp.full(4, size), anchor_version=center.version)
-        )
-        assert answer.applied == is_applied
-        np.testing.assert_allclose(answer.params, -1e30, rtol=1e-6)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import socket
 import threading
 
@@ -10,9 +9,8 @@ import jax.numpy as jnp
 import pytest
 from helpers import certificates
 from helpers.commands import PATIENCE, command, fails, succeeds
-from helpers.disks import small_disks
 
-from agn_optax import center, rules, service
+from agn_optax import rules, service
 from agn_optax.ops.doctor import Checks, _checks
 
 RULE = rules.easgd(0.25)
@@ -33,7 +31,7 @@ def test_doctor_finds_no_fault_in_a_healthy_center(server):
     options = ["--rule=easgd", "--moving-rate=0.25"]
     output = succeeds("doctor", server.address, *options)
     lines = output.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 11
     assert all(line.startswith("ok ") for line in lines), output
     found = checks(server.address, *options, code=0)
     assert found["state"] == ("ok", "2 leaves, 32 B")
@@ -49,7 +47,7 @@ def test_doctor_compares_rules(server, tmp_path):
     path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
     assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
     assert "no rule" in fails("doctor", server.address, "--moving-rate=0.5", code=2)
-    assert "1 of 12 checks failed" in fails(
+    assert "1 of 11 checks failed" in fails(
         "doctor", server.address, f"--config={path}", code=1
     )
 
@@ -197,42 +195,6 @@ def test_doctor_warns_of_a_slow_round_trip(server, monkeypatch):
     result, message = checks(server.address, code=1)["round trip"]
     assert result == "failed"
     assert "workers can hardly join" in message
-
-
-def test_doctor_compares_free_disk_with_the_next_snapshot(tmp_path):
-    disk = tmp_path / "disk"
-    kept = center.Journal(disk)
-    with service.serve(RULE, jnp.zeros(3), durability=kept) as own:
-        result, message = checks(own.address, code=0)["disk"]
-        assert result == "ok"
-        assert "are free, and the next snapshot with its journal takes" in message
-        status = service.Observer(own.address).status()
-        (snapshot,) = disk.glob("snapshot-*")
-        assert status["disk_needed"] == snapshot.stat().st_size + (64 << 10)
-        assert status["disk_free"] > 0
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A mounted file system of 8 MB."""
-    with small_disks(tmp_path) as mount:
-        yield mount("size=8m")
-
-
-def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
-    kept = center.Journal(small_disk / "center")
-    params = jnp.zeros(250_000)
-    with service.serve(RULE, params, durability=kept) as own:
-        assert checks(own.address, code=0)["disk"][0] == "ok"  # two more fit
-        taken = small_disk / "taken"
-        taken.write_bytes(bytes(3_500_000))  # one more does
-        result, message = checks(own.address, code=0)["disk"]
-        assert (result, "make room before a second" in message) == ("warning", True)
-        taken.write_bytes(bytes(6_500_000))
-        result, message = checks(own.address, code=1)["disk"]
-        taken.unlink()
-    assert result == "failed"
-    assert re.match(r"\d+ kB are free, and .* takes 2 MB: make room, or", message)
 
 
 def test_doctor_reads_an_address_from_a_file(server, tmp_path):

@@ -242,7 +242,7 @@ def test_mode_is_made_from_options(options, mode, served):
 
 def test_message_limits_are_made_from_options(served):
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0}
-    own |= {"staleness": 4, "in_a_row": 7, "steps": 9, "weight": 5.0}
+    own |= {"in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(MessageLimits)}
     options = {f"reject_{name}": own[name] for name in own}
     _, settings = served(rule="downpour", **options)

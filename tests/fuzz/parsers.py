@@ -352,7 +352,7 @@ def _read_journal(data):
 
 def _read_lock(data):
     (_FOLDER / "lock").write_bytes(data)
-    lock = _files.CenterFiles(_FOLDER).lock
+    lock = _files.read_lock(_FOLDER / "lock")
     known = [("journal", _COUNT), ("closed", 12)]
     assert lock is None or lock[:2] in known
 
@@ -379,7 +379,7 @@ def _read_folder(data):
         snapshot = directory.load()
         np.testing.assert_array_equal(snapshot.arrays[0], TREE["a"])
         count = 0
-        for record in _files.replay(directory, snapshot):
+        for record in directory.replay(snapshot):
             assert record.number == count
             _check_record(record)
             count += 1

@@ -558,16 +558,14 @@ def test_non_finite_message_leaves_the_residual_unchanged(overlap):
 
 @overlaps
 def test_13_rejected_message_is_restored_to_the_residual(overlap):
-    """A message rejected only for its staleness is sent again with a later one."""
+    """A message that is rejected once is sent again with a later one."""
     rule = observed_rule("error_feedback")
-    reject = agn_optax.center.MessageLimits(staleness=0)
-    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=reject))
+    center = agn_optax.LocalCenter(rule, PARAMS)
     worker = a_worker(center, overlap)
     loop = worker.start()
     for i in range(3):
-        if i == 1:
-            other = agn_optax.Worker(center, INNER, period=1)
-            train_worker(other, other.start(), jax.tree.map(jnp.zeros_like, first(1)))
+        norm = 1e-9 if i == 1 else None
+        center.core.ledger.rejections.limits = agn_optax.center.MessageLimits(norm=norm)
         loop = worker.flush(*train_worker(worker, loop, first(PERIOD + overlap, 2 * i)))
     assert (worker.rejected, worker.dropped) == (1, 0)
     state = double(loop[1].codec_state)

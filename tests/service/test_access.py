@@ -33,7 +33,7 @@ ALLOWED = {
     "reader": "Status Health Pull",
     "worker": "Status Health Pull Exchange Alive Leave",
     "chief": "Status Health Pull Exchange Alive Leave Initialize",
-    "operator": "Status Health Pull Save",
+    "operator": "Status Health Pull",
 }
 TRANSPORTS = [
     *("grpc", "socket", "unix"),
@@ -93,7 +93,6 @@ def calls(center, observer, name):
         "Status": center.status,
         "Health": observer.health,
         "Pull": center.pull,
-        "Save": observer.save,
         "Exchange": lambda: sessions.exchange(
             center, params(), anchor_version=0, worker=name
         ),
@@ -441,7 +440,7 @@ def test_tokens_file_can_have_comments_and_several_roles():
     access = Access(b"# all\n\nobserver,operator anna 0123456789abcdef # hers\n")
     caller = access.caller(b"0123456789abcdef")
     watches = ("Describe", "Status", "Health")
-    assert caller.calls == {*watches, "Pull", "Save", "Drain"}
+    assert caller.calls == {*watches, "Pull", "Drain"}
     assert caller.name == "anna"
 
 

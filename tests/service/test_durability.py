@@ -217,7 +217,7 @@ def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
         exchanging = threading.Thread(target=exchange)
         exchanging.start()
         assert syncing.wait(LIMIT)
-        assert server.center.core.wait_for(lambda: server.center.version == 1, LIMIT)
+        wait_until(lambda: server.center.version == 1)
         pulling = threading.Thread(target=pull)
         pulling.start()
         pulling.join(0.2)

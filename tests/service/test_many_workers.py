@@ -246,7 +246,9 @@ def send(center, worker, element, version=0):
 
 def is_soon(server, condition):
     """Return whether a condition holds within a second."""
-    return any(server.center.core.wait_for(condition, 0.05) for _ in range(20))
+    changed = server.center.core.atomically()
+    with changed:
+        return changed.wait_for(condition, 1.0)
 
 
 def wait_until_it_waits(server, worker):

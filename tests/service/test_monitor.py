@@ -231,7 +231,7 @@ def test_rejections_are_events_with_their_reason():
 
 
 def test_snapshots_and_restarts_are_events(tmp_path):
-    kept = centers.Journal(tmp_path)
+    kept = centers.Journal(tmp_path, size=1)
     with watched(None, durability=kept) as (server, monitor, center):
         assert monitor.view()["version"] is None
         center.initialize({"w": jnp.zeros(3)}, worker="anna")
@@ -243,7 +243,7 @@ def test_snapshots_and_restarts_are_events(tmp_path):
             "the center has its first parameters, 3 numbers"
         ]
         center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
-        server.center.write_snapshot()
+        wait_until(lambda: server.center.core.keeper.saved_version == 1)
         monitor.update()
         assert event_texts(monitor, "snapshot")[1:] == [
             "a snapshot of version 1 was written"
@@ -254,11 +254,12 @@ def test_snapshots_and_restarts_are_events(tmp_path):
 
 
 def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
-    with watched(durability=centers.Journal(tmp_path)) as (server, monitor, _):
-        keeper = server.center.core._keeper
+    kept = centers.Journal(tmp_path, size=1)
+    with watched(durability=kept) as (server, monitor, center):
+        keeper = server.center.core.keeper
         monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
-        with pytest.raises(errors.DurabilityError):
-            server.center.write_snapshot()
+        center.join("anna")
+        wait_until(lambda: keeper.degraded)
         monitor.update()
         monitor.update()
         (text,) = event_texts(monitor, "degraded")

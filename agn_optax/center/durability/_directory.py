@@ -1,62 +1,67 @@
-"""The directory of a durability: locking, snapshots, journals and free space.
+"""The directory of a durability: its files, and the check that they are complete.
 
-The process that keeps its center in the directory holds the lock. `_files` describes
-the files, and reads them.
+    lock            the guarantee for the records, and how many were on disk
+    snapshot-N      the center after its first N records: one record
+    journal-N       records N, N + 1, ...: the changes that follow
+
+The process that keeps its center in the directory holds the lock. A restarted center
+consists of the newest snapshot and the records that follow it. The journal may begin
+before the newest snapshot, if no journal could be created when the snapshot was
+written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
-import shutil
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from agn_optax import errors
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._files import (
-    CenterFiles,
+    RESTORE_BACKUP,
+    RESTORE_OR_REMOVE_LOCK,
     Kind,
     Lock,
     disk_errors,
     open_file,
+    read_lock,
+    reading,
 )
+from agn_optax.center.durability._records import Record
 
 if sys.platform != "win32":
     import fcntl
+
+_log = logging.getLogger("agn_optax")
 
 # Bytes to reserve for a journal at a time: its current size, within these limits.
 _MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
 
 
-class DiskSpace(NamedTuple):
-    """Space on the disk of a durability.
-
-    Attributes:
-      free: bytes available to the process's user.
-      needed: bytes of the next snapshot, and of the journal that begins after it.
-    """
-
-    free: int
-    needed: int
-
-
-class Directory(CenterFiles):
+class Directory:
     """The files of one center, locked and written by this process.
 
     Args:
       path: path of the directory, which is created if necessary.
+
+    Attributes:
+      path: path of the directory.
+      lock: contents of the lock; None if there was no lock, or if it was empty.
 
     Raises:
       DurabilityError: another process holds the lock, or the directory cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        path = pathlib.Path(path)
+        path = self.path = pathlib.Path(path)
         if sys.platform == "win32":
             raise errors.DurabilityError("a center on disk needs a POSIX system")
         with contextlib.ExitStack() as opened:
@@ -72,7 +77,7 @@ class Directory(CenterFiles):
                     f"another process keeps its center in {path}; give each "
                     "center a directory of its own"
                 ) from None
-            super().__init__(path)
+            self.lock = read_lock(path / "lock")
             with disk_errors(f"cannot keep a center in {path}"):
                 self.check_paths()  # the directory may have been replaced meanwhile
                 for left in path.glob("*.tmp"):  # left by a process that was killed
@@ -82,6 +87,104 @@ class Directory(CenterFiles):
     def close(self) -> None:
         """Release the lock."""
         self._opened.close()
+
+    @property
+    def new_id_reason(self) -> str:
+        """The reason why updates may be lost, so that the center gets a new id."""
+        if self.lock is not None:
+            return ""
+        return (
+            f"{self.path / 'lock'} is missing or empty, so the number of records that "
+            "were on disk is unknown"
+        )
+
+    def load(self) -> Record | None:
+        """Read the newest snapshot; None if the directory never had a center.
+
+        Raises:
+          DurabilityError: the snapshot cannot be read, or was removed.
+        """
+        newest = max(self.numbers("snapshot"), default=None)
+        if newest is None:
+            is_new = self.lock is None or self.lock.kind == "new"
+            if not is_new or self.numbers("journal"):
+                raise errors.DurabilityError(
+                    f"{self.path} had a center, but its snapshot is missing. "
+                    f"{RESTORE_BACKUP}"
+                )
+            return None
+        with reading(self.file("snapshot", newest)) as file:
+            size = os.fstat(file).st_size
+            record = _records.read(file, 0, size)
+            if record is None or record.number != newest:
+                raise _records.DamagedError(
+                    f"record {newest} is damaged: the file has {size} bytes, which are "
+                    "not a complete snapshot"
+                )
+        return record
+
+    def file(self, kind: str, number: int) -> pathlib.Path:
+        """Return the path of a snapshot or a journal."""
+        return self.path / f"{kind}-{number:012}"
+
+    def numbers(self, kind: str) -> list[int]:
+        """Return the numbers of all snapshots or journals, sorted."""
+        with disk_errors(f"cannot read {self.path}"):
+            names = [path.name for path in self.path.iterdir()]
+        matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
+        return sorted(int(match[1]) for match in matches if match)
+
+    def replay(self, snapshot: Record) -> Iterator[Record]:
+        """Yield the records after a snapshot; check at the end that none is missing.
+
+        Raises:
+          DurabilityError: a record is missing that was on disk.
+        """
+        number, lock = snapshot.number, self.lock  # number of the next record
+        end = f"{self.file('snapshot', number)} at byte {snapshot.size}"
+        missing = ""  # description of a missing journal, or of a missing part
+        starts = self.numbers("journal")
+        earlier = [start for start in starts if start <= number]
+        starts = earlier[-1:] + [start for start in starts if start > number]
+        if lock is not None and lock.kind == "journal" and not earlier:
+            missing = f"{self.file('journal', number)} is missing"
+        cut_off: list[int] = []  # bytes of an incomplete write at the end of a journal
+        for start in starts:
+            path, position = self.file("journal", start), 0
+            with reading(path) as file:
+                if start > number:
+                    raise _records.DamagedError(f"record {number} is missing before it")
+                end = f"{path} at byte 0"
+                size = os.fstat(file).st_size
+                for record in _records.read_all(file, start, cut_off.append):
+                    if record.file_size > size:
+                        missing = f"{path} was truncated"
+                    position += record.size
+                    end = f"{path} at byte {position}"
+                    if record.number == number:
+                        number += 1
+                        yield record
+                # A journal is on disk before the next one is begun.
+                if cut_off and start != starts[-1]:
+                    raise _records.DamagedError("its end is damaged")
+        if lock is None:  # see `new_id_reason`
+            return
+        if number < lock.num_records:
+            raise errors.DurabilityError(
+                f"{end}: record {number} is damaged or missing, but records up to "
+                f"{lock.num_records - 1} were on disk. {RESTORE_OR_REMOVE_LOCK}"
+            )
+        if missing:
+            raise errors.DurabilityError(
+                f"{missing}: it may have had record {number} and later ones. "
+                f"{RESTORE_OR_REMOVE_LOCK}"
+            )
+        if cut_off:  # harmless: its exchange was never answered
+            _log.warning(
+                "%s ends with %d bytes of an incomplete write: these bytes are ignored",
+                path,
+                *cut_off,
+            )
 
     def check_paths(self, journal: int | None = None, begin: int = 0) -> None:
         """Check that open files are still found at their paths.
@@ -99,20 +202,6 @@ class Directory(CenterFiles):
         _check_path(self._lock_file, self.path / "lock")
         if journal is not None:
             _check_path(journal, self.file("journal", begin))
-
-    def disk_space(self, snapshot: int) -> DiskSpace:
-        """Return the free and the needed disk space.
-
-        Args:
-          snapshot: size of a snapshot in bytes.
-
-        Raises:
-          OSError: the directory is gone.
-        """
-        free = shutil.disk_usage(self.path).free
-        # A record is about as large as the parameters.
-        reserved = max(_MIN_RESERVED, min(snapshot, _MAX_RESERVED))
-        return DiskSpace(free, snapshot + reserved)
 
     def write_lock(self, kind: Kind, number: int) -> None:
         """Write the guarantee for newer records to the lock, and sync it to disk.

@@ -6,7 +6,6 @@ asks it whether the change is on disk.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -25,8 +24,8 @@ from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
-from agn_optax.center.durability._directory import Directory, DiskSpace
-from agn_optax.center.durability._files import disk_errors, replay
+from agn_optax.center.durability._directory import Directory
+from agn_optax.center.durability._files import disk_errors
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.round import steps as rounds
@@ -136,7 +135,6 @@ class Keeper:
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
         self._attempted = 0  # number of records before the last attempt at a snapshot
         self._saved_size = 0
-        self._saving = threading.Lock()  # held while a snapshot is written
         self._saver: Future[None] | None = None  # set once there is a center
 
     def restore(
@@ -170,7 +168,7 @@ class Keeper:
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
         self._number = snapshot.number
-        for record in replay(self._directory, snapshot):
+        for record in self._directory.replay(snapshot):
             self._number = record.number + 1
             _apply_record(record, store)
             states.append(record.about["ledger"])
@@ -203,6 +201,8 @@ class Keeper:
         try:
             # The guarantee in the lock holds if the process is killed in between.
             with disk_errors(f"cannot write to {self._directory.path}"):
+                if not self.restore_message:  # there was no center
+                    self._directory.write_lock("new", number)
                 if self._saved != (number, self.center_id):
                     self._save(number, image())
                 self._written = number
@@ -263,35 +263,9 @@ class Keeper:
         """The reason why changes are missing on disk; "" if none are."""
         return self.failure or self._snapshot_error
 
-    def disk_space(self) -> DiskSpace | None:
-        """Return the free and the needed disk space; None if unknown."""
-        if self._saver is None:
-            return None
-        try:
-            return self._directory.disk_space(self._saved_size)
-        except OSError:  # the directory was moved; the next write reports it
-            return None
-
     def is_kept(self, recorded: int) -> bool:
         """Return whether this many records are on disk; a `failure` ends writing."""
         return recorded <= self._written
-
-    def save(self) -> int:
-        """Write a snapshot, which replaces the journal; return when it is on disk.
-
-        Returns:
-          The snapshot's version.
-
-        Raises:
-          DurabilityError: the snapshot cannot be written.
-          CenterClosedError: the center has ended meanwhile.
-        """
-        with self._saving:
-            if self._saver is None:
-                raise errors.NotInitializedError("there are no parameters yet")
-            if self._closed or self.failure:
-                raise errors.CenterClosedError(self.failure or "the center has ended")
-            return self._try_to_save()
 
     def close(self) -> None:
         """Write the remaining records and a last snapshot; release the directory."""
@@ -303,8 +277,7 @@ class Keeper:
         try:
             if self._saver is not None:
                 self._saver.result()
-                with self._saving:
-                    self._write_last()
+                self._write_last()
         finally:
             self._directory.close()
 
@@ -343,10 +316,7 @@ class Keeper:
                 )
                 if self._closed or self.failure:
                     return
-            # A failed attempt is repeated later.
-            with self._saving, contextlib.suppress(errors.DurabilityError):
-                if self._is_due:  # `save` has written none meanwhile
-                    self._try_to_save()
+            self._replace_journal()
 
     @property
     def _is_due(self) -> bool:
@@ -356,38 +326,28 @@ class Keeper:
         is_large = self._writer.size >= (self._journal.size or default)
         return is_large or self._number - self._attempted >= _MAX_RECORDS
 
-    def _try_to_save(self) -> int:
-        """Write a snapshot, which replaces the journal; return its version."""
+    def _replace_journal(self) -> None:
+        """Write a snapshot, which makes the records before it unnecessary."""
+        writer = self._writer
+        assert writer is not None
         try:
-            return self._replace_journal()
+            with self._changed:
+                self._attempted = number = self._number
+                writer.begin_file()
+                image = self._image()
+                self._changed.wait_for(lambda: not writer.is_switching or self.failure)
+                begin = writer.begin
+            self._save(number, image)
+            self._directory.remove_old(begin)
         except Exception as error:
             self._snapshot_error = (
                 f"no snapshot could be written to {self._directory.path}: {error}; the "
                 "next attempt follows when the next snapshot is due"
             )
             _log.error("%s", self._snapshot_error)
-            raise errors.DurabilityError(self._snapshot_error) from error
 
-    def _replace_journal(self) -> int:
-        """Write a snapshot, which makes the records before it unnecessary.
-
-        Returns:
-          The snapshot's version.
-        """
-        writer = self._writer
-        assert writer is not None
-        with self._changed:
-            self._attempted = number = self._number
-            writer.begin_file()
-            image = self._image()
-            self._changed.wait_for(lambda: not writer.is_switching or self.failure)
-            begin = writer.begin
-        version = self._save(number, image)
-        self._directory.remove_old(begin)
-        return version
-
-    def _save(self, number: int, image: Image) -> int:
-        """Write a snapshot of a state; return its version."""
+    def _save(self, number: int, image: Image) -> None:
+        """Write a snapshot of a state."""
         copied, ledger, chief = image
         state = copied()
         described = trees.describe(state.params)
@@ -406,7 +366,6 @@ class Keeper:
         self._saved = number, self.center_id
         self._snapshot_error = ""  # cleared before the new version can be seen
         self.saved_version = int(state.version)
-        return self.saved_version
 
 
 def _apply_record(record: Record, store: Store) -> None:

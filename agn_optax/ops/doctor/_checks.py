@@ -214,18 +214,3 @@ class Checks:
         leaves = wire.from_bytes(self._description.schema).leaves
         size = sum(leaf.nbytes for leaf in leaves)
         return "ok", f"{len(leaves)} leaves, {units.in_bytes(size)}"
-
-    def _check_disk(self) -> _Outcome:
-        status = self._center.status()
-        free, needed = status["disk_free"], status["disk_needed"]
-        if free is None or needed is None:  # not known, or nothing is kept on disk
-            return "ok", "the center stores everything that it is set to store"
-        space = (
-            f"{units.in_bytes(free)} are free, and the next snapshot with its journal "
-            f"takes {units.in_bytes(needed)}"
-        )
-        if free < needed:
-            return "failed", f"{space}: make room, or the center stops"
-        if free < 2 * needed:
-            return "warning", f"{space}: make room before a second snapshot"
-        return "ok", space

@@ -69,10 +69,11 @@ class Monitor:
         self._rates = Series(2)
         self._draining = False
         self._status = self._look()[0]
-        self._saved = servicer.core.saved_version
+        self._keeper = keeper = servicer.core.keeper
+        self._saved = None if keeper is None else keeper.saved_version
         self._closed = threading.Event()
         self._thread: Future[None] | None = None
-        found = servicer.core.restore_message
+        found = "" if keeper is None else keeper.restore_message
         kind = "restarted" if found else "started"
         text = found or "the center has started"
         self._add_event(self._started_at, kind, text=text)
@@ -103,7 +104,7 @@ class Monitor:
         with self._update_lock:
             # Not with `_lock`: this may wait for the center, and `view` must not.
             status, sessions = self._look()
-            saved = self._servicer.core.saved_version
+            saved = None if self._keeper is None else self._keeper.saved_version
             with self._lock:
                 while self._inbox:
                     at, kind, *details = self._inbox.popleft()

@@ -363,7 +363,7 @@ class Servicer:
         version, members, waiting = self.core.members()
         is_initialized = self.core.is_initialized
         parameters, nbytes = self._frames.parameters if is_initialized else (0, 0)
-        space = self.core.disk_space
+        keeper = self.core.keeper
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
@@ -377,17 +377,10 @@ class Servicer:
             direct_address=self.direct_address,
             page_address=self.page_address,
             rejected=dict(self.core.ledger.rejections.counts),
-            degraded=self.core.degraded,
-            disk_free=None if space is None else space.free,
-            disk_needed=None if space is None else space.needed,
+            degraded="" if keeper is None else keeper.degraded,
             center=self.core.center_id,
             workers=self._traffic.statuses(members, waiting),
         )
-
-    def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
-        """Write a snapshot, which may take a while."""
-        caller.check("Save")
-        return pb.SaveReply(version=self.core.write_snapshot())
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         """Begin to end the service, which may take a while."""
