@@ -37,7 +37,6 @@ EXTRAS = {
     "service": {
         "google",
         "grpc",
-        "grpc_health",
         "ml_dtypes",
     },
     "checkpoint": {"orbax"},

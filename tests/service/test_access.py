@@ -29,11 +29,11 @@ LIMIT = 20  # s, generous: no test should come near it
 SIZE = 50_000  # elements: enough for shared memory
 # The calls of each role, written down a second time on purpose.
 ALLOWED = {
-    "observer": "Status Health",
-    "reader": "Status Health Pull",
-    "worker": "Status Health Pull Exchange Alive Leave",
-    "chief": "Status Health Pull Exchange Alive Leave Initialize",
-    "operator": "Status Health Pull Save",
+    "observer": "Status",
+    "reader": "Status Pull",
+    "worker": "Status Pull Exchange Alive Leave",
+    "chief": "Status Pull Exchange Alive Leave Initialize",
+    "operator": "Status Pull Save",
 }
 TRANSPORTS = [
     *("grpc", "socket", "unix"),
@@ -91,7 +91,6 @@ def calls(center, observer, name):
     leave = pb.LeaveRequest(worker=name, session_id="1")
     return {
         "Status": center.status,
-        "Health": observer.health,
         "Pull": center.pull,
         "Save": observer.save,
         "Exchange": lambda: sessions.exchange(
@@ -182,18 +181,16 @@ def code_of(address, path, *metadata):
 
 
 def test_other_grpc_clients_get_status_codes():
-    """Health checks need the same tokens."""
-    status, health = f"/{addresses.SERVICE}/Status", "/grpc.health.v1.Health/Check"
+    status = f"/{addresses.SERVICE}/Status"
     unknown = grpc.StatusCode.UNAUTHENTICATED
     with service.serve(
         RULE, params(), security=service.Security(access=Access(TOKENS))
     ) as server:
-        for path in (status, health):
-            assert code_of(server.address, path) == unknown
-            wrong = ("authorization", "Bearer " + "x" * 20)
-            assert code_of(server.address, path, wrong) == unknown
-            right = ("authorization", f"bearer {token('observer')}")
-            assert code_of(server.address, path, right) == grpc.StatusCode.OK
+        assert code_of(server.address, status) == unknown
+        wrong = ("authorization", "Bearer " + "x" * 20)
+        assert code_of(server.address, status, wrong) == unknown
+        right = ("authorization", f"bearer {token('observer')}")
+        assert code_of(server.address, status, right) == grpc.StatusCode.OK
         right = ("authorization", f"Bearer {token('observer')}")
         pull = f"/{addresses.SERVICE}/Leave"
         denied = grpc.StatusCode.PERMISSION_DENIED
@@ -440,7 +437,7 @@ def test_bad_lines_of_a_tokens_file_are_rejected(lines, message):
 def test_tokens_file_can_have_comments_and_several_roles():
     access = Access(b"# all\n\nobserver,operator anna 0123456789abcdef # hers\n")
     caller = access.caller(b"0123456789abcdef")
-    watches = ("Describe", "Status", "Health")
+    watches = ("Describe", "Status")
     assert caller.calls == {*watches, "Pull", "Save", "Drain"}
     assert caller.name == "anna"
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from agn_optax import errors
 
-_OBSERVER = frozenset({"Describe", "Status", "Health"})
+_OBSERVER = frozenset({"Describe", "Status"})
 _READER = _OBSERVER | {"Pull"}
 _WORKER = _READER | {"Exchange", "Alive", "Leave"}
 # Calls that each role may make.
@@ -102,7 +102,7 @@ class Access:
 
     | role | may |
     | --- | --- |
-    | observer | see status and health |
+    | observer | see the status |
     | reader | also pull the parameters, and measure the network path |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
