@@ -262,7 +262,7 @@ class Servicer:
                 _check_name(join.session_id)
                 caller.check("Exchange", join.worker)
                 worker = join.worker
-                yield from self._serve_session(join, reader, context, caller, transport)
+                yield from self._serve_session(join, reader, context, transport)
             except errors.AgnOptaxError as error:
                 self.on_event("rejected", worker, error, caller.host)
                 raise
@@ -272,7 +272,6 @@ class Servicer:
         join: pb.Join,
         reader: FrameReader,
         context: Any,
-        caller: Caller,
         transport: str,
     ) -> Iterator[Frame]:
         if join.center not in ("", self.core.center_id):
@@ -303,7 +302,6 @@ class Servicer:
         joined = pb.Joined(center=self.core.center_id)
         yield Frame(pb.Header(joined=joined))
         while (header := reader.read_header()) is not None:
-            caller = self._authenticate_again(caller, join.worker)
             if header.HasField("acknowledge"):
                 session.acknowledge(header.acknowledge)
                 # Otherwise the programs of other exchanges release the arguments.
@@ -315,21 +313,6 @@ class Servicer:
             yield from self.exchanges.run(
                 session, header.message, reader, self.on_event
             )
-
-    def _authenticate_again(self, caller: Caller, worker: str) -> Caller:
-        """Check a joined worker against the current tokens; return its caller.
-
-        Raises:
-          CenterUnreachableError: the worker's credentials are no longer valid. This
-            error makes the worker reconnect, with a new token if it has one; otherwise
-            it then receives the `NotAllowedError`.
-        """
-        try:
-            caller = self.authenticator.caller(caller.token, caller.host)
-            caller.check("Exchange", worker)
-        except errors.NotAllowedError as error:
-            raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None
-        return caller
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Record the heartbeats of workers."""
