@@ -737,9 +737,10 @@ def test_connections_of_a_host_beyond_its_limit_use_no_thread(
 def test_worker_joins_from_a_host_with_too_many_connections(
     serve_few_connections, transport, security
 ):
-    """The worker's key is read before a rejection; open connections continue."""
+    """Open connections continue, and a new one is made over gRPC."""
     with serve_few_connections(security=security) as server:
-        options = {"token": ANNA, "transports": [transport], "timeout": TIMEOUT}
+        transports = dict.fromkeys([transport, "grpc"])
+        options = {"token": ANNA, "transports": transports, "timeout": TIMEOUT}
         port = int(server.direct_address.rpartition(":")[2])
         with service.connect(server.address, RULE, **options) as center:
             anna = center.join("anna")

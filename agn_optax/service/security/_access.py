@@ -188,10 +188,6 @@ class Authenticator:
         self._tokens[_hash(key)] = caller.token
         return key
 
-    def has_key(self, key: bytes | None) -> bool:
-        """Return whether a key was issued; `caller_of_key` checks if it is valid."""
-        return key is not None and _hash(key) in self._tokens
-
     def caller_of_key(self, key: bytes, host: str = "") -> Caller:
         """Return the caller that a key was issued to.
 

@@ -273,9 +273,7 @@ class SocketListener(_transport.Listener):
     def _accept(self) -> None:
         limits = self._servicer.call_limits
         for sock, origin in accept_connections(self._listening, lambda: self._closed):
-            if not (
-                limits.accepts_connection(origin) or self._has_sent_valid_key(sock)
-            ):
+            if not limits.accepts_connection(origin):
                 sock.close()
                 continue
             try:
@@ -283,19 +281,6 @@ class SocketListener(_transport.Listener):
             except Exception as error:  # for example, no thread can be started
                 _log.warning("a direct connection is rejected: %s", error)
                 sock.close()
-
-    def _has_sent_valid_key(self, sock: socket.socket) -> bool:
-        """Return whether a connection has already sent a valid key.
-
-        This lets workers connect while other processes of their host make too many
-        connections. With TLS the key cannot be read here; such workers fall back to
-        gRPC.
-        """
-        try:
-            greeting = sock.recv(_GREETING_SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return self._servicer.authenticator.has_key(_key_in(greeting))
-        except (AttributeError, OSError):  # no data, or not supported by the system
-            return False
 
     def _serve(self, sock: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
@@ -337,8 +322,9 @@ class SocketListener(_transport.Listener):
         """Return the caller by its key, after the handshake; None to reject it."""
         greeting = bytearray(_GREETING_SIZE)
         FrameReader(sock.recv_into, self._servicer.buffers).fill(memoryview(greeting))
-        if (key := _key_in(bytes(greeting))) is None:
+        if not greeting.startswith(GREETING):
             return None
+        key = bytes(greeting[len(GREETING) :])
         try:
             caller = self._servicer.authenticator.caller_of_key(key, _host(sock))
         except errors.NotAllowedError:  # gRPC reports the reason
@@ -456,13 +442,6 @@ class SocketConnection(FrameReader):
     def mark_ended(self) -> None:
         """Mark the connection as ended; may be called by several threads."""
         self._disconnected.cancel()
-
-
-def _key_in(greeting: bytes) -> bytes | None:
-    """Return the key of a greeting; None if it is malformed."""
-    if len(greeting) < _GREETING_SIZE or not greeting.startswith(GREETING):
-        return None
-    return bytes(greeting[len(GREETING) :])
 
 
 def _user(sock: socket.socket) -> int:
