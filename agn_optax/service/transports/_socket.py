@@ -31,7 +31,7 @@ from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame, FrameReader
+from agn_optax.service.wire._frames import Frame, FrameReader, join_pieces
 
 GREETING = b"agn_optax direct 2\n"
 _GREETING_SIZE = len(GREETING) + KEY_SIZE
@@ -42,8 +42,7 @@ _ACCEPT_PAUSE = 0.005  # s after each accepted connection; accepting takes 0.1 m
 _DEFER_ACCEPT = 5  # s for which the system holds a connection without data
 _HANDSHAKE_TIMEOUT = 5.0  # s, also for a worker to close after an error
 _SENDMSG_PIECES = 512  # per call of sendmsg; systems accept 1,024
-_SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg
-_TLS_RECORD = 1 << 14  # size of a TLS record, bytes
+_SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg, or to encrypt at once
 _SOCKET_BUFFER = 4 << 20  # bytes; a larger one does not speed up the kernel's copies
 _PEER_TIMEOUT = 15  # s without any response; then a peer is disconnected, as by gRPC
 _CREDENTIALS = struct.Struct("iII")  # ids of process, user and group, from the kernel
@@ -511,30 +510,15 @@ def send(
 ) -> None:
     """Send the pieces of a frame; call ``on_sent`` whenever some bytes were sent."""
     if isinstance(sock, ssl.SSLSocket):
-        for record in _records(pieces):
-            while record:
-                record = record[sock.send(record) :]
+        for part in map(memoryview, join_pieces(pieces, _SENDMSG_BYTES)):
+            while part:
+                part = part[sock.send(part) :]
                 on_sent()
         return
     for batch in _batches(pieces):
         while batch:
             batch = _unsent(batch, _send_some(sock, batch))
             on_sent()
-
-
-def _records(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """Yield ``pieces`` with small ones joined, because TLS sends one at a time."""
-    small: list[memoryview] = []
-    for piece in pieces:
-        if len(piece) < _TLS_RECORD:
-            small.append(piece)
-        if small and (len(piece) >= _TLS_RECORD or sum(map(len, small)) >= _TLS_RECORD):
-            yield memoryview(b"".join(small))
-            small = []
-        if len(piece) >= _TLS_RECORD:
-            yield piece
-    if small:
-        yield memoryview(b"".join(small))
 
 
 def _batches(pieces: Iterator[memoryview]) -> Iterator[list[memoryview]]:
