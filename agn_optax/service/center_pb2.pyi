@@ -106,14 +106,6 @@ class DescribeRequest(_message.Message):
     protocol: int
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
-class Described(_message.Message):
-    __slots__ = ("description", "schema")
-    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    SCHEMA_FIELD_NUMBER: _ClassVar[int]
-    description: bytes
-    schema: bytes
-    def __init__(self, description: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...
-
 class Description(_message.Message):
     __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "versions", "lease", "heartbeat", "waiting_interval", "calls")
     class VersionsEntry(_message.Message):

@@ -123,17 +123,18 @@ class Servicer:
             self.on_event("rejected", "", error, host)
             raise
 
-    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
+    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
         """Return the center's description."""
         caller.check("Describe")
         _check_protocol(request)
         schema = self._frames.schema
         key = self.authenticator.issue_key(caller)
-        description = pb.Description(
+        return pb.Description(
             protocol=PROTOCOL,
             release=__version__,
             center=self.core.center_id,
             rule=self._rule,
+            schema=None if schema is None else self._frames.schema_bytes,
             schema_hash=b"" if schema is None else schema.hash,
             calls=sorted(caller.calls),
             lease=self.limits.lease,
@@ -147,10 +148,6 @@ class Servicer:
                 for offer in self.offers
             ],
             versions=installed(),
-        )
-        return pb.Described(
-            description=description.SerializeToString(),
-            schema=None if schema is None else self._frames.schema_bytes,
         )
 
     def initialize(
