@@ -278,16 +278,6 @@ class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SaveRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class SaveReply(_message.Message):
-    __slots__ = ("version",)
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
-
 class DrainRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -11,7 +11,6 @@ import pytest
 from helpers.commands import PATIENCE, ROOT, command, fails, python, serve, succeeds
 
 from agn_optax import errors, rules, service
-from agn_optax.center import Submission
 
 RULE = rules.downpour()
 READS, DRAINS = "observer-0123456789", "operator-0123456789"
@@ -156,44 +155,19 @@ def test_ended_center_keeps_the_token_of_its_successor(runtime):
         assert _token_for("127.0.0.1:1")() == "second"
 
 
-def test_observer_token_from_a_file_cannot_drain_or_save(
-    runtime, address, tokens, tmp_path
-):
+def test_observer_token_from_a_file_cannot_drain(runtime, address, tokens, tmp_path):
     def look(center):
         assert not runtime.exists()
         for name in ("status", "doctor"):
             succeeds(name, address, token_file(tmp_path, READS))
-        for name in ("drain", "save"):
-            output = fails(name, address, token_file(tmp_path, READS), code=1)
-            assert f"{name.title()} needs the role operator" in output
-            assert READS not in output
+        output = fails("drain", address, token_file(tmp_path, READS), code=1)
+        assert "Drain needs the role operator" in output
+        assert READS not in output
 
     result = serve(
         address, RULE, "--rule=downpour", f"--tokens={tokens}", then=look, token=READS
     )
     assert result.stdout == f"serving downpour at {address}\n"
-
-
-def test_operator_can_have_a_snapshot_written(runtime, address, tokens, tmp_path):
-    operator = token_file(tmp_path, DRAINS)
-    disk = tmp_path / "disk"
-
-    def look(center):
-        output = fails("save", address, operator, code=1)
-        assert "no parameters yet" in output
-        center.initialize(jnp.zeros(3), worker="a")
-        session = center.join("a")
-        session.exchange(Submission(1, jnp.ones(3), anchor_version=0))
-        reply = json.loads(succeeds("save", address, operator, "--json"))
-        assert reply == {"event": "saved", "address": address, "version": 1}
-        assert (disk / "snapshot-000000000002").exists()
-        assert "version 1 of" in succeeds("save", address, operator)
-
-    serve(
-        *(address, RULE, "--rule=downpour", f"--tokens={tokens}", f"--journal={disk}"),
-        then=look,
-        token="c" * 20,
-    )
 
 
 def test_open_center_needs_no_token(runtime, address):

@@ -20,7 +20,7 @@ from agn_optax.ops.engines import _run
 def test_version_and_list_of_commands_are_printed():
     assert __version__ in succeeds("--version")
     output = succeeds("--help")
-    names = "serve status watch save drain doctor plan keys launch"
+    names = "serve status watch drain doctor plan keys launch"
     for name in names.split():
         assert f" {name} " in output
 
@@ -30,7 +30,6 @@ def test_version_and_list_of_commands_are_printed():
     [
         ("serve", ["--rule-from", "--quorum", "--tls-client-ca"]),
         ("drain", ["ADDRESS", "--tls-ca", "--token-file"]),
-        ("save", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("status", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("watch", ["ADDRESS", "--interval", "--count", "--insecure"]),
         ("doctor", ["ADDRESS", "--rule", "--moving-rate", "--config"]),

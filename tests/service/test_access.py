@@ -30,7 +30,7 @@ ALLOWED = {
     "reader": "Status Pull",
     "worker": "Status Pull Exchange Alive Leave",
     "chief": "Status Pull Exchange Alive Leave Initialize",
-    "operator": "Status Pull Save",
+    "operator": "Status Pull",
 }
 TRANSPORTS = [
     *("grpc", "socket", "unix"),
@@ -84,7 +84,6 @@ def calls(center, observer, name):
     return {
         "Status": center.status,
         "Pull": center.pull,
-        "Save": observer.save,
         "Exchange": lambda: sessions.exchange(
             center, params(), anchor_version=0, worker=name
         ),
@@ -312,7 +311,7 @@ def test_tokens_file_can_have_comments_and_several_roles():
     access = Access(b"# all\n\nobserver,operator anna 0123456789abcdef # hers\n")
     caller = access.caller(b"0123456789abcdef")
     watches = ("Describe", "Status")
-    assert caller.calls == {*watches, "Pull", "Save", "Drain"}
+    assert caller.calls == {*watches, "Pull", "Drain"}
     assert caller.name == "anna"
 
 

@@ -65,7 +65,7 @@ def _root(
 
 
 for subcommand in (
-    *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
+    *(_serve.serve, _status.status, _status.watch, _status.drain),
     *(_doctor.doctor, _plan.plan, _keys.keys),
 ):
     app.command(cls=_options.Command)(_options.as_command(subcommand))

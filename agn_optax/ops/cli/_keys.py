@@ -18,7 +18,7 @@ class Names:
       host NAME: Host name or address by which workers reach the center.
       chief NAME: Name of a worker that may start as chief.
       worker NAME: Name of a worker.
-      operator NAME: Name of an operator, who may watch, pull, save and drain.
+      operator NAME: Name of an operator, who may watch, pull and drain.
     """
 
     host: list[str] | None = None

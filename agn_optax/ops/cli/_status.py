@@ -1,4 +1,4 @@
-"""``agn-optax status``, ``watch``, ``save`` and ``drain``: operate a running center."""
+"""``agn-optax status``, ``watch`` and ``drain``: operate a running center."""
 
 from __future__ import annotations
 
@@ -130,22 +130,6 @@ def watch(
                 out.print(_table.of(shown))
     if error is not None:
         raise error
-
-
-def save(
-    address: Address,
-    reached: Reached,
-    timeout: Timeout = 600.0,
-    json: _options.Json = False,
-) -> None:
-    """Have a center write a snapshot to the directory of its --journal.
-
-    Ends when the snapshot is on disk. Needs the role of an operator.
-    """
-    with observer(address, reached, timeout) as center:
-        version = center.save()
-    text = f"version {version} of {address} is on its disk"
-    _options.report(json, text, event="saved", address=address, version=version)
 
 
 def drain(

@@ -99,24 +99,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
         return self._call(attempt)
 
-    def save(self) -> int:
-        """Have the center write a snapshot now, to the directory of its durability.
-
-        This needs the role of an operator. The ``timeout`` covers the whole call; if it
-        expires, the center still finishes the snapshot.
-
-        Returns:
-          The snapshot's version.
-
-        Raises:
-          CenterUnreachableError: the center does not answer in time.
-          NotAllowedError: this end does not have the role.
-          DurabilityError: the snapshot cannot be written, or the center has no
-            durability.
-          NotInitializedError: the center has no parameters yet.
-        """
-        return self._call(self._connection.save)
-
     def drain(self) -> None:
         """Have the center drain and end, as SIGTERM does.
 

@@ -26,7 +26,7 @@ ROLES = {
     "reader": _READER,
     "worker": _WORKER,
     "chief": _WORKER | {"Initialize"},
-    "operator": _READER | {"Drain", "Save"},
+    "operator": _READER | {"Drain"},
 }
 ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
@@ -99,7 +99,7 @@ class Access:
     | reader | also pull the parameters, and measure the network path |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
-    | operator | do what a reader may, have a snapshot written, and drain the center |
+    | operator | do what a reader may, and drain the center |
 
     Args:
       *tokens: files with such lines, or such lines as bytes. The files are read once.

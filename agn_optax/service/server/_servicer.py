@@ -364,11 +364,6 @@ class Servicer:
             workers=self._traffic.statuses(members, waiting),
         )
 
-    def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
-        """Write a snapshot, which may take a while."""
-        caller.check("Save")
-        return pb.SaveReply(version=self.core.write_snapshot())
-
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         """Begin to end the service, which may take a while."""
         caller.check("Drain")

@@ -249,10 +249,6 @@ class Connection:
         """Return the center's status as JSON values, in one attempt."""
         return as_dict(self.unary("Status", pb.StatusRequest(), pb.StatusReply))
 
-    def save(self) -> int:
-        """Have the center write a snapshot, in one attempt; return its version."""
-        return int(self.unary("Save", pb.SaveRequest(), pb.SaveReply).version)
-
     def drain(self) -> None:
         """End the center's service, in one attempt."""
         self.unary("Drain", pb.DrainRequest(), pb.DrainReply)

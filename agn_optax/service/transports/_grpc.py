@@ -217,7 +217,7 @@ def _handlers(servicer: Servicer) -> Any:
 
         return answer
 
-    names = ("Describe", "Alive", "Leave", "Status", "Save", "Drain")
+    names = ("Describe", "Alive", "Leave", "Status", "Drain")
     handlers = {name: with_reply(name, with_request(name)) for name in names}
     handlers["Pull"] = with_frames("Pull", with_request("Pull"))
     handlers["Initialize"] = with_reply(
