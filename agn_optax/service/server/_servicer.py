@@ -31,7 +31,6 @@ from agn_optax.service.wire._frames import (
     bytes_schema,
     do_nothing,
 )
-from agn_optax.service.wire._versions import installed
 
 PyTree = Any
 T = TypeVar("T", pb.DescribeRequest, pb.Join, pb.Start)
@@ -147,7 +146,6 @@ class Servicer:
                 pb.Offer(transport=offer.transport, address=offer.address, key=key)
                 for offer in self.offers
             ],
-            versions=installed(),
         )
 
     def initialize(
