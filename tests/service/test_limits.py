@@ -755,7 +755,7 @@ def test_accept_rate_of_a_port_is_limited(monkeypatch):
     """For the connections of all hosts together; more wait in the system's queue."""
     monkeypatch.setattr(_socket, "_ACCEPT_PAUSE", 0.1)
     with (
-        _socket.bind("127.0.0.1:0") as listening,
+        _socket.listen_at("127.0.0.1:0") as listening,
         contextlib.ExitStack() as stack,
     ):
         accepted = _socket.accept_connections(listening, lambda: False)

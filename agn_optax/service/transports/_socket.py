@@ -137,27 +137,18 @@ def listen_at(address: str) -> socket.socket:
     Raises:
       InvalidArgumentError: the address cannot be used.
     """
+    host, port = _address.host(address), int(address.rpartition(":")[2])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return bind(address)
+        listening = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
     except OSError as error:
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: {error}. Another process may use that port; "
             "port 0 picks a free one"
         ) from None
-
-
-def bind(address: str) -> socket.socket:
-    """Return a socket that listens at "host:port".
-
-    Raises:
-      OSError: the address cannot be used.
-    """
-    host, port = _address.host(address), int(address.rpartition(":")[2])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
-    listening = socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
-    )
     if hasattr(socket, "TCP_DEFER_ACCEPT"):
         # The client sends first, and a silent connection costs this process nothing.
         level, option = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT
@@ -565,10 +556,8 @@ def _listen(
     """Listen at the requested port, or at a free one."""
     context = None if settings.tls is None else settings.tls.context(serves=True)
     if not settings.address.startswith("unix:"):
-        if settings.direct_address is None:
-            listening = bind(f"{settings.address.rpartition(':')[0]}:0")
-        else:
-            listening = listen_at(settings.direct_address)
+        free = f"{settings.address.rpartition(':')[0]}:0"
+        listening = listen_at(settings.direct_address or free)
         return SocketListener(servicer, listening, context)
     if settings.direct_address is not None:
         raise errors.InvalidArgumentError(
