@@ -2,8 +2,7 @@
 
 A connection begins with a handshake: the worker sends a greeting and its caller's key,
 which it has received over gRPC. The center answers with the greeting. To reject the
-worker, it closes the connection; it sends a line with the reason only to a process of
-another user.
+worker, it closes the connection.
 """
 
 from __future__ import annotations
@@ -86,9 +85,8 @@ def dial_socket(
         with sock.makefile("rb", buffering=0) as lines:
             line = lines.readline(_MAX_LINE)
         if line != GREETING:
-            text = line.decode("ascii", "replace").strip()
             raise ConnectionError(
-                f"the other end is not a center, or it rejected the handshake: {text}"
+                "the other end is not a center, or it rejected the handshake"
             )
         sock.settimeout(None)  # from now on the watchdog enforces the timeouts
         on_error.pop_all()
@@ -250,18 +248,6 @@ class SocketListener(_transport.Listener):
         self._threads.wait(timeout)  # until then the threads keep the center alive
         self._listening.close()
 
-    def rejection_reason(self, sock: socket.socket) -> str:
-        """Return why a connection is rejected; "" if it is accepted.
-
-        All users of the machine can connect to a Unix socket by its name.
-        """
-        if not _is_unix(sock):
-            return ""
-        user, own_user = _user(sock), os.geteuid()
-        if user in (own_user, 0):
-            return ""
-        return f"this center accepts processes of user {own_user} only, got user {user}"
-
     def _accept(self) -> None:
         limits = self._servicer.call_limits
         for sock, origin in accept_connections(self._listening, lambda: self._closed):
@@ -321,9 +307,9 @@ class SocketListener(_transport.Listener):
             caller = self._servicer.authenticator.caller_of_key(key, _host(sock))
         except errors.NotAllowedError:  # gRPC reports the reason
             return None
-        if reason := self.rejection_reason(sock):
-            _log.warning("a worker is rejected: %s", reason)
-            sock.sendall(reason.encode("ascii", "replace")[: _MAX_LINE - 1] + b"\n")
+        # All users of the machine can connect to a Unix socket by its name.
+        if _is_unix(sock) and (user := _user(sock)) not in (os.geteuid(), 0):
+            _log.warning("a worker is rejected: it is of another user, %d", user)
             return None
         sock.sendall(GREETING)
         return caller
