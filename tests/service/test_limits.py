@@ -558,7 +558,7 @@ def asking(server, what):
             "heartbeat of an unknown session": lambda: unary(
                 "Alive", pb.AliveRequest(sessions=unknown), pb.AliveReply
             ),
-            "what it may not": observer.save,
+            "what it may not": observer.drain,
             "nothing that makes sense": lambda: unary(
                 "Status", _InvalidMessage(), pb.StatusReply
             ),

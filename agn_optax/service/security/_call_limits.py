@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
 
 from agn_optax import errors
 from agn_optax.service._watchdog import Transfer, timed
 from agn_optax.service.security._rate_limits import CallerSemaphore, RateLimiter
-from agn_optax.service.wire._frames import FrameReader
 
 BURST = 400.0  # calls of a caller at once, in addition to those of all workers
 _CALLS_OF_WORKER = 8  # to start and to leave
@@ -23,6 +23,13 @@ HANDSHAKE_TIMEOUT = 5.0  # of authentication, and of the first header of a call
 # from being updated in place, and a caller may read slowly.
 MAX_PULLS, _PULLS_OF_CALLER = 4, 3
 _MAX_WAITING_PULLS = 1024  # in addition to one for each worker
+
+
+class Reader(Protocol):
+    """A reader of frames, see `FrameReader`."""
+
+    on_received: Callable[[], None]
+    timed: Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class CallLimits:
@@ -111,7 +118,7 @@ class CallLimits:
     @contextlib.contextmanager
     def time_receiving(
         self,
-        reader: FrameReader,
+        reader: Reader,
         cancel: Callable[[], None],
         *,
         from_chief: bool = False,

@@ -370,9 +370,13 @@ class Connection:
             link.on_sent = link.on_received = link.on_served = do_nothing
             link.timed = contextlib.nullcontext
 
-    def close(self) -> None:
-        """Accept no further calls, and end retries and all calls under way."""
+    def stop(self) -> None:
+        """Accept no further calls, and end retries."""
         self._closed.set()
+
+    def close(self) -> None:
+        """Stop, and end all calls that are under way."""
+        self.stop()
         self._close_channel()
 
     def _failure(self, error: BaseException) -> BaseException:

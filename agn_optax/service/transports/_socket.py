@@ -487,7 +487,8 @@ def send(
 ) -> None:
     """Send the pieces of a frame; call ``on_sent`` whenever some bytes were sent."""
     if isinstance(sock, ssl.SSLSocket):
-        for part in map(memoryview, join_pieces(pieces, _SENDMSG_BYTES)):
+        for joined in join_pieces(pieces, _SENDMSG_BYTES):
+            part = memoryview(joined)
             while part:
                 part = part[sock.send(part) :]
                 on_sent()
