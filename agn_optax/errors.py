@@ -22,7 +22,8 @@
         ├── DurabilityError (OSError)         files cannot be read or written
         └── CenterUnreachableError            no answer came (ConnectionError)
             ├── CenterBusyError               the center asks for a retry later
-            └── CenterClosedError             the center is shutting down
+            ├── CenterClosedError             the center is shutting down
+            └── EncryptionError               the TLS settings of the ends do not match
 
 Each class with a builtin exception in parentheses is also a subclass of it, so
 ``except ValueError`` keeps working. The exceptions are raised before anything changes:
@@ -125,6 +126,10 @@ class CenterBusyError(CenterUnreachableError):
 
 class CenterClosedError(CenterUnreachableError):
     """A center that is shutting down; resend the messages that it has not applied."""
+
+
+class EncryptionError(CenterUnreachableError):
+    """A failed TLS handshake; names the certificate and what is wrong with it."""
 
 
 __all__ = [name for name in dir() if name.endswith("Error")]

@@ -25,6 +25,7 @@ from agn_optax.service._watchdog import timed as timed
 from agn_optax.service.client._client import INSECURE as INSECURE
 from agn_optax.service.client._client import RemoteCenter, connect
 from agn_optax.service.client._observer import Observer
+from agn_optax.service.security import _handshake as handshake  # noqa: F401
 from agn_optax.service.security import _token as tokens  # noqa: F401
 from agn_optax.service.security._access import EVERYBODY as EVERYBODY
 from agn_optax.service.security._access import Access

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 from typing import Any
 
 from agn_optax import errors
@@ -94,25 +93,6 @@ def path(address: str) -> str:
 def host(address: str) -> str:
     """Return the host of an address with a port, without the brackets of IPv6."""
     return address.rpartition(":")[0].strip("[]")
-
-
-def connect(address: str, timeout: float) -> socket.socket:
-    """Return a socket that is connected to an address.
-
-    Raises:
-      OSError: no connection can be made.
-    """
-    if not address.startswith("unix:"):
-        port = int(address.rpartition(":")[2])
-        return socket.create_connection((host(address), port), timeout)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(timeout)
-    try:
-        sock.connect(path(address))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def network(name: str) -> str:

@@ -106,7 +106,7 @@ def test_doctor_reports_that_another_server_listens():
 def test_doctor_reports_tls_options_for_a_center_without_tls(server, tmp_path):
     ca, _ = certificates.make(tmp_path)
     found = checks(server.address, f"--tls-ca={ca}", code=1)
-    assert "certificates (--tls-...) of the two ends do" in found["description"][1]
+    assert "leave --tls-ca out" in found["encryption"][1]
 
 
 class AlteredObserver:

@@ -18,6 +18,7 @@ from agn_optax.service import (
     Tls,
     address,
     fingerprint,
+    handshake,
     publishing,
     wire,
 )
@@ -29,7 +30,7 @@ _SAMPLES = 5  # round trips
 Result = Literal["ok", "warning", "failed"]
 _Outcome = tuple[Result, str]
 # Checks that all later ones depend on.
-_ESSENTIAL = ("address", "connection", "description")
+_ESSENTIAL = ("address", "connection", "encryption", "description")
 
 
 class Finding(NamedTuple):
@@ -103,7 +104,7 @@ class Checks:
 
     def _check_connection(self) -> _Outcome:
         try:
-            address.connect(self.address, self.timeout).close()
+            handshake.connect(self.address, self.timeout).close()
         except OSError as error:
             return "failed", (
                 f"nothing listens at {self.address}: {error}. Is the center running, "
@@ -113,6 +114,8 @@ class Checks:
 
     def _check_encryption(self) -> _Outcome:
         self._center = self.observer()
+        if problem := handshake.failure_reason(self.address, self.tls, self.timeout):
+            return "failed", problem
         if self.tls is not None:
             return "ok", "TLS"
         if address.is_local(self.address):
@@ -124,8 +127,7 @@ class Checks:
             self._description = self._center.describe()
         except errors.CenterUnreachableError as error:
             return "failed", (
-                "this is no gRPC server, or it rejects the call, or the certificates "
-                "(--tls-...) of the two ends do not match, or a proxy of the "
+                "this is no gRPC server, or it rejects the call, or a proxy of the "
                 "environment (http_proxy; add the center to no_proxy) is between: "
                 f"{error}"
             )
@@ -180,7 +182,7 @@ class Checks:
         host = self.address.rpartition(":")[0]
         second = f"{host}:{offered.rpartition(':')[2]}"
         try:
-            address.connect(second, self.timeout).close()
+            handshake.connect(second, self.timeout).close()
         except OSError as error:
             return "warning", (
                 f"cannot connect by socket: {error}. Exchanges from here use gRPC, "

@@ -88,8 +88,9 @@ def connect(
       The center.
 
     Raises:
-      CenterUnreachableError: the center does not answer in time, or the TLS settings of
-        the two ends do not match.
+      CenterUnreachableError: the center does not answer in time.
+      EncryptionError: the center answers, but the TLS settings of the two ends are not
+        compatible.
       NotAllowedError: the center requires a token that it knows.
       RuleMismatchError: the center runs another rule; the message names what differs.
       ProtocolError: the server at the address is not a center, or is one of an

@@ -22,7 +22,7 @@ from agn_optax._internal import Outage, retry
 from agn_optax.service import _address, _published
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._watchdog import MIN_RATE, watchdog
-from agn_optax.service.security import _tls, _token
+from agn_optax.service.security import _handshake, _tls, _token
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._frames import do_nothing
@@ -43,6 +43,9 @@ SHORT_TIMEOUT = 2.0
 FIRST_RESPONSE_TIMEOUT = 3.5
 
 _PAUSES = (0.1, 1.0)  # s, the first and the longest between two attempts
+# gRPC's text for a connection that cannot be made, and its reasons if no host answers.
+_CANNOT_CONNECT = "failed to connect to all addresses"
+_NO_HOST = ("connect to remote host", "timed out", "DNS")
 
 
 class Connection:
@@ -57,7 +60,6 @@ class Connection:
 
     Attributes:
       address: the last known address of the center.
-      tls_context: TLS context of connections without gRPC; None for plain text.
       unreachable_since: when the center stopped answering, in seconds since the epoch;
         None while it answers.
     """
@@ -76,11 +78,12 @@ class Connection:
         self._credentials = None if tls is None else tls.client_credentials()
         self.address = address
         self.timeout = timeout
-        self.tls_context = None if tls is None else tls.context(serves=False)
+        self.tls = tls
         self.unreachable_since: float | None = None
         self._token = _token.source(token, lambda: self.address)
         self._lock = threading.RLock()  # reentrant for `close` in a signal handler
         self._channel: Any = None
+        self._has_answered = False  # whether the center has ever answered
         self._closed = threading.Event()
         self._last_received = -math.inf  # when bytes came last; monotonic seconds
         self._last_served = -math.inf  # when a frame came last that was not an error
@@ -107,6 +110,8 @@ class Connection:
           CenterUnreachableError: the center does not answer; the message says since
             when.
           CenterBusyError: the center answers, but has not accepted the call in time.
+          EncryptionError: the TLS settings do not match, and the center has never
+            answered.
         """
         if self.unreachable_since is not None:
             within = SHORT_TIMEOUT
@@ -166,10 +171,16 @@ class Connection:
 
     def _is_final(self, error: Exception) -> bool:
         """Return whether an error ends a call at once."""
-        return self.closed or not isinstance(error, errors.CenterUnreachableError)
+        is_unencrypted = isinstance(error, errors.EncryptionError)
+        return (
+            not isinstance(error, errors.CenterUnreachableError)
+            or self.closed
+            or (is_unencrypted and not self._has_answered)
+        )
 
     def _record_answer(self) -> None:
         """Record that the center has answered."""
+        self._has_answered = True
         if self.unreachable_since is not None:
             _log.warning("the center at %s answers again", self.address)
             self.unreachable_since = None
@@ -382,12 +393,21 @@ class Connection:
     def _failure(self, error: BaseException) -> BaseException:
         """Return the error to raise instead of ``error``, with the real cause.
 
+        A failed TLS handshake with a server that answers is an `EncryptionError`.
+
         Raises:
           CenterClosedError: the connection is closed, which explains the error.
         """
-        if isinstance(error, errors.CenterUnreachableError):
-            self.check_open()
-        return error
+        if not isinstance(error, errors.CenterUnreachableError):
+            return error
+        self.check_open()
+        text = str(error)
+        if _CANNOT_CONNECT not in text or any(reason in text for reason in _NO_HOST):
+            return error
+        reason = _handshake.failure_reason(self.address, self.tls)
+        if not reason:
+            return error
+        return errors.EncryptionError(f"no connection to {self.address}: {reason}")
 
 
 def as_dict(message: Any) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from concurrent.futures import Future
 from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.security import _handshake
 from agn_optax.service.security._access import KEY_SIZE, Caller
+from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.wire import _errors
@@ -52,14 +54,8 @@ _log = logging.getLogger("agn_optax")
 # The worker's end.
 
 
-def dial_socket(
-    target: _transport.Target, context: ssl.SSLContext | None = None
-) -> socket.socket:
+def dial_socket(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
     """Return a socket connected to the address of an offer, after the handshake.
-
-    Args:
-      target: the center.
-      context: TLS context of the connection; None for plain text.
 
     Raises:
       OSError: the address does not answer, the center rejects the caller, or another
@@ -73,12 +69,14 @@ def dial_socket(
     else:  # the host name under which this worker knows the center
         address = f"{_address.host(center)}:{offered.rpartition(':')[2]}"
     with contextlib.ExitStack() as on_error:
-        sock = on_error.enter_context(_address.connect(address, _CONNECT_TIMEOUT))
+        sock = on_error.enter_context(_handshake.connect(address, _CONNECT_TIMEOUT))
         tune(sock)
-        if context is not None:
-            # gRPC expects this name at a Unix socket.
-            is_unix = center.startswith("unix:")
-            host = "localhost" if is_unix else _address.host(center)
+        if tls is not None:
+            try:
+                context = tls.context(serves=False)
+            except errors.InvalidArgumentError as error:  # files have changed meanwhile
+                raise OSError(str(error)) from None
+            host = _handshake.host_name(center)
             sock = context.wrap_socket(sock, server_hostname=host)
             on_error.enter_context(sock)
         sock.sendall(GREETING + target.offer.key)
@@ -558,8 +556,7 @@ def _listen(
 
 def _dial(target: _transport.Target) -> _transport.Link:
     """Connect to the center, with a handshake."""
-    sock = dial_socket(target, target.connection.tls_context)
-    return SocketLink(sock, target.buffers)
+    return SocketLink(dial_socket(target, target.connection.tls), target.buffers)
 
 
 SOCKET = _transport.Transport("socket", _listen, _dial)
