@@ -11,6 +11,19 @@ from agn_optax.service import center_pb2 as pb
 
 _KIND = "agn-optax-error"  # key of the trailing metadata that names the exception
 
+_CODES: dict[type, grpc.StatusCode] = {
+    errors.CenterBusyError: grpc.StatusCode.UNAVAILABLE,
+    errors.CenterClosedError: grpc.StatusCode.UNAVAILABLE,
+    errors.CenterUnreachableError: grpc.StatusCode.UNAVAILABLE,
+    errors.CenterFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NameTakenError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.AlreadyInitializedError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.NotAllowedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.NotInitializedError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.WorkerStateError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RuleMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DurabilityError: grpc.StatusCode.INTERNAL,
+}
 # Codes for which a retry may succeed.
 _TRANSIENT = {
     grpc.StatusCode.UNAVAILABLE,
@@ -24,13 +37,14 @@ _NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENI
 
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
-    """End a call with an exception, which is raised again at the caller.
-
-    The trailing metadata says which one; the status code is always the same.
-    """
+    """End a call with an exception, which is raised again at the caller."""
     failure = failure_of(error)
+    kind = getattr(errors, failure.kind)
     context.set_trailing_metadata(((_KIND, failure.kind),))
-    context.abort(grpc.StatusCode.FAILED_PRECONDITION, failure.details)
+    code = _CODES.get(kind, grpc.StatusCode.INVALID_ARGUMENT)
+    if isinstance(error, errors.NotAllowedError) and not error.is_known:
+        code = grpc.StatusCode.UNAUTHENTICATED
+    context.abort(code, failure.details)
 
 
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
