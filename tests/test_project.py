@@ -37,6 +37,7 @@ EXTRAS = {
     "service": {
         "google",
         "grpc",
+        "grpc_health",
         "ml_dtypes",
     },
     "checkpoint": {"orbax"},

@@ -10,7 +10,7 @@ import os
 
 from agn_optax._internal import extras
 
-extras.require("service", "grpc", "google.protobuf")
+extras.require("service", "grpc", "grpc_health", "google.protobuf")
 if "GRPC_VERBOSITY" in os.environ:
     import grpc
 else:

@@ -33,11 +33,12 @@ def test_doctor_finds_no_fault_in_a_healthy_center(server):
     options = ["--rule=easgd", "--moving-rate=0.25"]
     output = succeeds("doctor", server.address, *options)
     lines = output.splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 12
     assert all(line.startswith("ok ") for line in lines), output
     found = checks(server.address, *options, code=0)
     assert found["state"] == ("ok", "2 leaves, 32 B")
     assert found["rule"] == ("ok", "easgd at both ends")
+    assert found["health"] == ("ok", "SERVING")
 
 
 def test_doctor_compares_rules(server, tmp_path):
@@ -48,7 +49,7 @@ def test_doctor_compares_rules(server, tmp_path):
     path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
     assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
     assert "no rule" in fails("doctor", server.address, "--moving-rate=0.5", code=2)
-    assert "1 of 11 checks failed" in fails(
+    assert "1 of 12 checks failed" in fails(
         "doctor", server.address, f"--config={path}", code=1
     )
 
@@ -99,8 +100,8 @@ def other_server(answer):
 def test_doctor_reports_that_another_server_listens():
     with other_server(b"HTTP/1.0 400 Bad Request\r\n\r\n") as address:
         found = checks(address, "--timeout=2", code=1)
-    assert list(found)[-1] == "description"
-    assert "no gRPC server" in found["description"][1]
+    assert list(found)[-1] == "health"
+    assert "no gRPC server" in found["health"][1]
 
 
 def test_doctor_reports_tls_options_for_a_center_without_tls(server, tmp_path):
@@ -149,6 +150,12 @@ def test_doctor_judges_the_description_of_a_center(
     assert {found[name].result for name in others} == {"ok"}
 
 
+def test_doctor_reports_that_the_center_is_going_down(server, monkeypatch):
+    monkeypatch.setattr(service.Observer, "health", lambda self: "NOT_SERVING")
+    found = checks(server.address, code=1)
+    assert "draining" in found["health"][1]
+
+
 def test_doctor_reports_an_unreachable_direct_port():
     """gRPC connects, but nothing listens at the port that the center offers."""
     with service.serve(RULE, jnp.zeros(3)) as own:
@@ -174,7 +181,7 @@ def test_doctor_warns_when_its_token_may_not_exchange(tmp_path):
         found = checks(own.address, f"--token-file={mine}", code=0)
     result, message = found["role"]
     assert result == "warning"
-    assert "may only call Describe, Status: a worker needs a token" in message
+    assert "may only call Describe, Health, Status: a worker needs a token" in message
 
 
 def test_doctor_warns_of_a_slow_round_trip(server, monkeypatch):

@@ -137,9 +137,9 @@ def test_doctor_finds_a_firewall_before_the_direct_port(wired):
 def test_doctor_finds_a_broken_proxy_in_the_environment(wired):
     proxy = {"http_proxy": "http://10.77.1.2:1"}
     found = doctor(wired, "--timeout=2", **proxy)
-    assert list(found)[-1] == "description"  # which gRPC cannot ask for
-    result, message = found["description"]
+    assert list(found)[-1] == "health"  # which gRPC cannot ask
+    result, message = found["health"]
     assert result == "failed"
     assert "a proxy of the environment (http_proxy; add the center to no_p" in message
     found = doctor(wired, no_proxy="10.77.1.2", **proxy)
-    assert found["description"][0] == "ok"
+    assert found["health"] == ("ok", "SERVING")

@@ -26,11 +26,11 @@ LIMIT = 20  # s, generous: no test should come near it
 SIZE = 50_000  # elements: enough for shared memory
 # The calls of each role, written down a second time on purpose.
 ALLOWED = {
-    "observer": "Status",
-    "reader": "Status Pull",
-    "worker": "Status Pull Exchange Alive Leave",
-    "chief": "Status Pull Exchange Alive Leave Initialize",
-    "operator": "Status Pull",
+    "observer": "Status Health",
+    "reader": "Status Health Pull",
+    "worker": "Status Health Pull Exchange Alive Leave",
+    "chief": "Status Health Pull Exchange Alive Leave Initialize",
+    "operator": "Status Health Pull",
 }
 TRANSPORTS = [
     *("grpc", "socket", "unix"),
@@ -83,6 +83,7 @@ def calls(center, observer, name):
     leave = pb.LeaveRequest(worker=name, session_id="1")
     return {
         "Status": center.status,
+        "Health": observer.health,
         "Pull": center.pull,
         "Exchange": lambda: sessions.exchange(
             center, params(), anchor_version=0, worker=name
@@ -172,16 +173,18 @@ def code_of(address, path, *metadata):
 
 
 def test_other_grpc_clients_get_status_codes():
-    status = f"/{addresses.SERVICE}/Status"
+    """Health checks need the same tokens."""
+    status, health = f"/{addresses.SERVICE}/Status", "/grpc.health.v1.Health/Check"
     unknown = grpc.StatusCode.UNAUTHENTICATED
     with service.serve(
         RULE, params(), security=service.Security(access=Access(TOKENS))
     ) as server:
-        assert code_of(server.address, status) == unknown
-        wrong = ("authorization", "Bearer " + "x" * 20)
-        assert code_of(server.address, status, wrong) == unknown
-        right = ("authorization", f"bearer {token('observer')}")
-        assert code_of(server.address, status, right) == grpc.StatusCode.OK
+        for path in (status, health):
+            assert code_of(server.address, path) == unknown
+            wrong = ("authorization", "Bearer " + "x" * 20)
+            assert code_of(server.address, path, wrong) == unknown
+            right = ("authorization", f"bearer {token('observer')}")
+            assert code_of(server.address, path, right) == grpc.StatusCode.OK
         right = ("authorization", f"Bearer {token('observer')}")
         pull = f"/{addresses.SERVICE}/Leave"
         denied = grpc.StatusCode.PERMISSION_DENIED
@@ -311,7 +314,7 @@ def test_bad_lines_of_a_tokens_file_are_rejected(lines, message):
 def test_tokens_file_can_have_comments_and_several_roles():
     access = Access(b"# all\n\nobserver,operator anna 0123456789abcdef # hers\n")
     caller = access.caller(b"0123456789abcdef")
-    watches = ("Describe", "Status")
+    watches = ("Describe", "Status", "Health")
     assert caller.calls == {*watches, "Pull", "Drain"}
     assert caller.name == "anna"
 

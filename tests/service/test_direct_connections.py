@@ -876,6 +876,7 @@ def test_observer_is_answered_while_many_calls_are_open():
         wait_until(lambda: len(_watchdog.watchdog._watched) >= 128)  # of one host
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
+            assert observer.health() == "SERVING"
         with connect(server, "grpc") as center:
             ones = center_params()
             assert (

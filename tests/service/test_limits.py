@@ -443,9 +443,18 @@ def test_guessing_tokens_is_rate_limited(serve_few_calls):
             assert known.status()["version"] == 0
 
 
-EVERY_CALL = [
-    f"/{SERVICE}/{m.name}" for m in pb.DESCRIPTOR.services_by_name["Center"].methods
-]
+def test_health_checks_are_rate_limited(serve_few_calls):
+    with serve_few_calls() as server, service.Observer(server.address) as eve:
+        assert eve.health() == "SERVING"
+        with raises_too_many_calls():
+            call_many_times(eve.health)
+
+
+CHECK = "/grpc.health.v1.Health/Check"
+EVERY_CALL = (
+    *(f"/{SERVICE}/{m.name}" for m in pb.DESCRIPTOR.services_by_name["Center"].methods),
+    CHECK,
+)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from grpc._server import _RPCState
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import network, ports, shared, tuning
 from helpers.support import RULES, assert_identical, tree
 from helpers.waiting import BUSY, LIMIT, wait_until
@@ -101,6 +102,15 @@ def test_generated_code_is_up_to_date_with_the_proto(tmp_path):
     for name in ("center_pb2.py", "center_pb2.pyi"):
         generated = (tmp_path / "agn_optax" / "service" / name).read_text()
         assert generated == (PACKAGE / name).read_text(), "run `make proto`"
+
+
+def test_health_is_served(serve):
+    server = serve()
+    with grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "agn_optax.center.v1.Center"):
+            reply = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_status_reports_exchanges_and_traffic(serve, connect):

@@ -30,7 +30,7 @@ _SAMPLES = 5  # round trips
 Result = Literal["ok", "warning", "failed"]
 _Outcome = tuple[Result, str]
 # Checks that all later ones depend on.
-_ESSENTIAL = ("address", "connection", "encryption", "description")
+_ESSENTIAL = ("address", "connection", "encryption", "health", "description")
 
 
 class Finding(NamedTuple):
@@ -122,15 +122,21 @@ class Checks:
             return "ok", "plain text, which does not leave this machine"
         return "warning", "plain text can be read and changed on the network"
 
-    def _check_description(self) -> _Outcome:
+    def _check_health(self) -> _Outcome:
         try:
-            self._description = self._center.describe()
+            status = self._center.health()
         except errors.CenterUnreachableError as error:
             return "failed", (
                 "this is no gRPC server, or it rejects the call, or a proxy of the "
                 "environment (http_proxy; add the center to no_proxy) is between: "
                 f"{error}"
             )
+        if status != "SERVING":
+            return "failed", f"the center is {status}: it is draining"
+        return "ok", status
+
+    def _check_description(self) -> _Outcome:
+        self._description = self._center.describe()
         return "ok", f"protocol {self._description.protocol}, {self._description.mode}"
 
     def _check_role(self) -> _Outcome:

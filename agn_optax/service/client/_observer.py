@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from grpc_health.v1 import health, health_pb2
+
 from agn_optax import errors
 from agn_optax.center import Snapshot
+from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import pull
 from agn_optax.service.security import _token
@@ -109,6 +112,19 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           NotAllowedError: this end does not have the role.
         """
         self._call(self._connection.drain)
+
+    def health(self) -> str:
+        """Return the status of gRPC's health service: ``"SERVING"`` if all is well.
+
+        Raises:
+          CenterUnreachableError: the center does not answer.
+          ProtocolError: the server has no health service, or is not a center.
+        """
+        request = health_pb2.HealthCheckRequest(service=_address.SERVICE)
+        reply = health_pb2.HealthCheckResponse
+        path = f"/{health.SERVICE_NAME}/Check"
+        checked = self._call(lambda: self._connection.unary(path, request, reply))
+        return reply.ServingStatus.Name(checked.status)
 
     def close(self) -> None:
         """Close the connection."""

@@ -17,7 +17,7 @@ from collections.abc import Hashable
 
 from agn_optax import errors
 
-_OBSERVER = frozenset({"Describe", "Status"})
+_OBSERVER = frozenset({"Describe", "Status", "Health"})
 _READER = _OBSERVER | {"Pull"}
 _WORKER = _READER | {"Exchange", "Alive", "Leave"}
 # Calls that each role may make.
@@ -95,7 +95,7 @@ class Access:
 
     | role | may |
     | --- | --- |
-    | observer | see the status |
+    | observer | see status and health |
     | reader | also pull the parameters, and measure the network path |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |

@@ -222,7 +222,7 @@ class Connection:
         """Make a call without streams, and return its reply.
 
         Args:
-          name: name of a method of the center.
+          name: name of a method of the center, or the full path of any gRPC method.
           request: the request.
           reply: type of the reply.
           timeout: timeout in seconds of a call that may fail; afterwards the channel is
@@ -232,7 +232,7 @@ class Connection:
             received something meanwhile.
         """
         response_timeout = min(self.timeout, response_timeout)
-        path = f"/{_address.SERVICE}/{name}"
+        path = name if name.startswith("/") else f"/{_address.SERVICE}/{name}"
 
         def call(channel: Any) -> Any:
             method = channel.unary_unary(

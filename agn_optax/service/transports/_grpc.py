@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 
 from agn_optax import errors
 from agn_optax.service import _address
@@ -99,7 +100,10 @@ class GrpcLink(_transport.Link):
 
 
 class GrpcListener(_transport.Listener):
-    """A gRPC server with the calls of a servicer.
+    """A gRPC server with the calls of a servicer, and with health checking.
+
+    Only `Check` is served: `Watch` would remember every name that it was asked for, and
+    gRPC does not count its calls in any limit.
 
     Args:
       servicer: the servicer.
@@ -108,9 +112,10 @@ class GrpcListener(_transport.Listener):
 
     def __init__(self, servicer: Servicer, settings: _transport.ListenSettings) -> None:
         super().__init__()
+        self._health = health.HealthServicer()
         self._server = grpc.server(
             self._threads,
-            handlers=[_handlers(servicer)],
+            handlers=[_health_handlers(servicer, self._health), _handlers(servicer)],
             options=[
                 ("grpc.so_reuseport", 0),  # a second server on this port fails
                 # Heartbeats of workers are more frequent.
@@ -131,6 +136,11 @@ class GrpcListener(_transport.Listener):
 
     def start(self) -> None:
         self._server.start()
+        for name in ("", _address.SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def drain(self) -> None:
+        self._health.enter_graceful_shutdown()
 
     def close(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -167,6 +177,24 @@ def _check_free(address: str) -> None:
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: another server uses it"
         )
+
+
+def _health_handlers(servicer: Servicer, health_servicer: Any) -> Any:
+    """Return the handler of health checks."""
+
+    def check(messages: Iterator[bytes], context: Any) -> Any:
+        with _errors_to(context):
+            caller = _caller(servicer, context)
+            servicer.call_limits.admit(caller.key)
+            caller.check("Health")
+            message = _read_one(servicer, messages, context)
+            request = _parse(health_pb2.HealthCheckRequest, message)
+        return health_servicer.Check(request, context)
+
+    handler: Any = grpc.stream_unary_rpc_method_handler(
+        check, response_serializer=_serialized
+    )
+    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})
 
 
 def _handlers(servicer: Servicer) -> Any:

@@ -73,8 +73,8 @@ class Listener(abc.ABC):
     def start(self) -> None:  # noqa: B027 most transports do nothing here
         """Start to answer, once all transports listen and the servicer knows them."""
 
-    def drain(self) -> None:  # noqa: B027 most listeners do nothing here
-        """Report that the service is about to end."""
+    def drain(self) -> None:  # noqa: B027 most transports do nothing here
+        """Report in health checks that the service is about to end."""
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:

@@ -34,6 +34,8 @@ _TRANSIENT = {
 }
 
 _NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+# Codes from servers that are not centers; their health service gives NOT_FOUND.
+_NOT_A_CENTER = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND}
 
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
@@ -61,7 +63,7 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
         )
     if code in _NOT_ALLOWED:  # not from a center, so perhaps from a proxy
         return errors.NotAllowedError(f"{code.name}: {details}")
-    if code == grpc.StatusCode.UNIMPLEMENTED:
+    if code in _NOT_A_CENTER:
         return errors.ProtocolError(
             f"the server at {address} is not a center of agn_optax ({details})"
         )
