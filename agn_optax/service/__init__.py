@@ -42,7 +42,6 @@ from agn_optax.service.transports import Listener as Listener
 from agn_optax.service.transports import sockets as sockets
 from agn_optax.service.transports._connection import as_dict as as_dict
 from agn_optax.service.wire import _fingerprint as fingerprint  # noqa: F401
-from agn_optax.service.wire import _versions as versions  # noqa: F401
 
 __all__ = [
     "Access",

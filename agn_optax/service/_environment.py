@@ -83,10 +83,9 @@ def environment() -> Environment:
     A worker with several processes also has ``AGN_OPTAX_PROCESSES``, and for each
     process ``AGN_OPTAX_PROCESS`` (0, 1, ...) and ``AGN_OPTAX_COORDINATOR``
     (``host:port`` of its first process). If these two are not set, they are taken from
-    the first of these that is found: a node of SkyPilot (``SKYPILOT_NODE_RANK``), a pod
-    of a JobSet (``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``JOB_INDEX`` and
-    ``JOB_COMPLETION_INDEX``), a task of a step of SLURM (``SLURM_PROCID``), a host of a
-    TPU slice (``TPU_WORKER_ID``).
+    the first of these that is found: a pod of a JobSet (``JOBSET_NAME``,
+    ``REPLICATED_JOB_NAME``, ``JOB_INDEX`` and ``JOB_COMPLETION_INDEX``), a task of a
+    step of SLURM (``SLURM_PROCID``), a host of a TPU slice (``TPU_WORKER_ID``).
 
     Returns:
       The center's address, this worker's rank and name, the number of workers, and the
@@ -156,9 +155,6 @@ def _process_and_host() -> tuple[str, str]:
     The processes are those that a cluster engine starts and ends together.
     """
     variables = os.environ
-    if "SKYPILOT_NODE_RANK" in variables:
-        first = variables.get("SKYPILOT_NODE_IPS", "").partition("\n")[0]
-        return variables["SKYPILOT_NODE_RANK"], first
     # A JobSet's manifest sets these, from the annotations of its pods.
     if {"JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"} <= variables.keys():
         form = "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-{JOB_INDEX}-0.{JOBSET_NAME}"

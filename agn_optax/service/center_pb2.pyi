@@ -106,23 +106,8 @@ class DescribeRequest(_message.Message):
     protocol: int
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
-class Described(_message.Message):
-    __slots__ = ("description", "schema")
-    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    SCHEMA_FIELD_NUMBER: _ClassVar[int]
-    description: bytes
-    schema: bytes
-    def __init__(self, description: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...
-
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "versions", "lease", "heartbeat", "waiting_interval", "calls")
-    class VersionsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "lease", "heartbeat", "waiting_interval", "calls")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
@@ -133,7 +118,6 @@ class Description(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     WAITING_INTERVAL_FIELD_NUMBER: _ClassVar[int]
@@ -148,12 +132,11 @@ class Description(_message.Message):
     mode: str
     barrier: int
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
-    versions: _containers.ScalarMap[str, str]
     lease: float
     heartbeat: float
     waiting_interval: float
     calls: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., calls: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., calls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "session_id", "center")

@@ -28,7 +28,6 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
 from agn_optax.service.security import _token
 from agn_optax.service.security._access import token_problem
-from agn_optax.service.transports import _connection
 from agn_optax.service.transports._connection import Connection
 from agn_optax.service.transports._grpc import JoinedMessages
 from agn_optax.service.wire import _errors, _frames, _trees
@@ -148,9 +147,9 @@ def _leaves(tree):
 def _read_description(data):
     """Parse a description; the first byte is the size of the schema before it."""
     size = min(data[0], len(data) - 1) if data else 0
-    described = pb.Described(description=data[1 + size :], schema=data[1 : 1 + size])
-    remote = Remote(Connection("127.0.0.1:1", 10.0), RULE, [])
-    remote._set_description(_connection.description_in(described))
+    description = pb.Description.FromString(data[1 + size :])
+    description.schema = data[1 : 1 + size]
+    Remote(Connection("127.0.0.1:1", 10.0), RULE, [])._set_description(description)
 
 
 class _FailedCall(NamedTuple):

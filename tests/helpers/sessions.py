@@ -43,5 +43,5 @@ def offer(server, transport, caller=EVERYBODY):
     """Return the offer of a transport besides gRPC, with its key, or None."""
     request = pb.DescribeRequest(protocol=address.PROTOCOL)
     described = server._servicer.describe(request, caller)
-    offers = pb.Description.FromString(described.description).offers
+    offers = described.offers
     return next((each for each in offers if each.transport == transport), None)

@@ -12,7 +12,7 @@ from agn_optax.ops.watch import _page
 from agn_optax.round.placements import _host
 from agn_optax.service import _watchdog
 from agn_optax.service.client import _client, _session
-from agn_optax.service.security import _access, _call_limits
+from agn_optax.service.security import _call_limits
 from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
 from agn_optax.worker import _processes
@@ -82,12 +82,6 @@ def set_farewell_patience(monkeypatch, seconds):
 def set_chief_warnings(monkeypatch, seconds):
     """Set the pause between two warnings of a missing chief."""
     monkeypatch.setattr(_client, "_WARNING_INTERVAL", seconds)
-
-
-def set_file_checks(monkeypatch, seconds):
-    """Set the pause between two checks whether a token file has changed."""
-    for name in ("_CHECK_INTERVAL", "_RETRY_INTERVAL"):
-        monkeypatch.setattr(_access, name, seconds)
 
 
 def set_broadcast_pause(monkeypatch, seconds):

@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import logging
 import os
-import pathlib
 import socket
 import stat
 import subprocess
@@ -15,9 +13,8 @@ import sys
 import grpc
 import jax.numpy as jnp
 import pytest
-from helpers import certificates, sessions, shared, tuning
+from helpers import certificates, sessions, shared
 from helpers.support import shares
-from helpers.waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax.service import Access, Tls, sockets
@@ -40,11 +37,6 @@ TRANSPORTS = [
     pytest.param("memory", marks=shares),
     "tls",
 ]
-
-
-@pytest.fixture(autouse=True)
-def looks_often(monkeypatch):
-    tuning.set_file_checks(monkeypatch, 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +204,11 @@ def received(server, key, worker):
         return end.recv(100) == sockets.GREETING
 
 
-def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
-    file = tmp_path / "tokens"
+def test_key_belongs_to_its_caller():
     anna, bert = token("worker", "anna"), token("worker", "bert")
-    file.write_text(f"worker anna {anna}\nworker bert {bert}\n")
+    access = Access(f"worker anna {anna}\nworker bert {bert}\n".encode())
     with service.serve(
-        RULE, params(), security=service.Security(access=Access(file))
+        RULE, params(), security=service.Security(access=access)
     ) as server:
         authenticator = server._servicer.authenticator
         keys = [
@@ -229,123 +220,7 @@ def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
         assert authenticator.caller_of_key(keys[0]).name == "anna"
         assert received(server, keys[0], "anna")
         assert not received(server, b"k" * 16, "anna")
-        file.write_text(f"worker bert {bert}\n")
-        wait_until_unknown(authenticator, anna)
-        assert not received(server, keys[0], "anna")
         assert received(server, keys[1], "bert")
-
-
-def is_known(authenticator, shown):
-    with contextlib.suppress(errors.NotAllowedError):
-        return authenticator.caller(shown.encode()) is not None
-    return False
-
-
-def wait_until_unknown(authenticator, gone):
-    wait_until(lambda: not is_known(authenticator, gone), LIMIT, pause=0.01)
-
-
-# Changes while a center runs.
-
-
-@pytest.mark.parametrize("transport", ["grpc", "socket"])
-def test_token_can_be_changed_without_a_restart(transport, tmp_path):
-    """A worker that has the new token continues when the old one ends."""
-    file = tmp_path / "tokens"
-    old, new = token("worker", "old"), token("worker", "new")
-    file.write_text(f"worker * {old}\n")
-    with (
-        contextlib.ExitStack() as stack,
-        service.serve(
-            RULE, params(), security=service.Security(access=Access(file))
-        ) as server,
-    ):
-        authenticator = server._servicer.authenticator
-        settings = {"timeout": LIMIT, "transports": [transport]}
-
-        def connected(shown):
-            center = service.connect(server.address, RULE, token=shown, **settings)
-            return stack.enter_context(center)
-
-        def exchange(of, worker="anna"):
-            version = server.center.version
-            sessions.exchange(of, params(), anchor_version=version, worker=worker)
-
-        late = connected(old)
-        exchange(late, "carl")
-        file.write_text(f"worker * {old}\nworker * {new}\n")
-        wait_until(lambda: is_known(authenticator, new), LIMIT)
-        exchange(late, "carl")
-        center = connected(new)
-        file.write_text(f"worker * {new}\n")
-        wait_until_unknown(authenticator, old)
-        exchange(center)
-        assert server.center.version == 3
-        with pytest.raises(errors.NotAllowedError, match="does not know that token"):
-            late.pull()
-        file.write_text(f"worker bert {new}\n")
-        wait_until(lambda: authenticator.caller(new.encode()).name == "bert", LIMIT)
-        with pytest.raises(errors.NotAllowedError):
-            exchange(center)
-        assert server.center.version == 3
-
-
-def test_broken_token_file_keeps_the_known_tokens(tmp_path, caplog):
-    file, known = tmp_path / "tokens", token("reader")
-    file.write_text(f"reader * {known}\n")
-    with service.serve(
-        RULE, params(), security=service.Security(access=Access(file))
-    ) as server:
-        authenticator = server._servicer.authenticator
-
-        def look():
-            assert authenticator.caller(known.encode()).name is None
-
-        for broken in (f"reader {known}\n", f"king * {known}\n", "", None):
-            file.unlink() if broken is None else file.write_text(broken)
-            caplog.clear()
-            seen(caplog, "the old tokens remain valid", look)
-            assert known not in caplog.text
-        assert allowed(server.address, {}, token=known) == ALLOWED["reader"]
-
-
-def seen(log, text, look):
-    """Call ``look`` until a text is in the log."""
-
-    def is_there():
-        if text not in log.text:
-            look()
-        return text in log.text
-
-    wait_until(is_there, LIMIT, pause=0.01)
-
-
-def known(access, *names):
-    """Return the names whose tokens are valid."""
-
-    def counts(name):
-        with contextlib.suppress(errors.NotAllowedError):
-            return access.caller(token(name).encode())
-
-    return {name for name in names if counts(name)}
-
-
-def test_file_that_cannot_be_read_for_a_while_is_read_again(tmp_path, monkeypatch):
-    """``stat`` does not show the reason, such as too many open files."""
-    tuning.set_file_checks(monkeypatch, 0.0)
-    file = tmp_path / "tokens"
-    file.write_text(f"reader * {token('a')}\n")
-    access = Access(file)
-    file.write_text(f"reader * {token('b')}\n# changed\n")
-
-    def fail(path):
-        raise OSError(errno.EMFILE, "too many open files")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pathlib.Path, "read_bytes", fail)
-        for _ in range(3):
-            assert known(access, *"ab") == {"a"}
-    assert known(access, *"ab") == {"b"}
 
 
 def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
@@ -512,6 +387,4 @@ def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
                 check=True,
                 timeout=LIMIT,
             ).stdout
-            assert (
-                "this center accepts processes of user 0 only, got user 65534" in output
-            )
+            assert output == "\n"

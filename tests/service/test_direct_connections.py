@@ -596,8 +596,6 @@ def test_grpc_is_used_without_direct_connections(caplog):
             assert center.join("anna").transport == "grpc"
             assert "transports that failed" in caplog.text
             assert tried == ["memory", "socket", "grpc"]
-            center.join("bert")
-            assert tried[3:] == ["grpc"]  # failed transports are not tried again
         for insisting in (["memory"], ["socket"], ["socket", "memory"]):
             with (
                 connect(server, *insisting, timeout=1.0) as center,
@@ -1160,9 +1158,9 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
         )
         assert done.returncode == 0, done.stderr
         rejected, version = done.stdout.splitlines()
-        assert "processes of user 0 only, got user 65534" in rejected
+        assert "rejected the handshake" in rejected
         assert version == "3"
-        assert "got user 65534" in caplog.text
+        assert "of another user, 65534" in caplog.text
 
 
 def test_rejection_is_read_while_the_message_is_being_sent():

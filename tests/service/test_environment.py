@@ -27,11 +27,6 @@ SLICE = {
     "TPU_WORKER_HOSTNAMES": "t0,t1",
     "JOB_COMPLETION_INDEX": "1",
 }
-NODES = {
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-}
 
 
 def joined(host, process, processes):
@@ -45,7 +40,7 @@ def joined(host, process, processes):
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch):
     for name in os.environ:
-        if name.startswith(("AGN_OPTAX_", "SLURM_", "TPU_", "SKYPILOT_", "JOB")):
+        if name.startswith(("AGN_OPTAX_", "SLURM_", "TPU_", "JOB")):
             monkeypatch.delenv(name)
 
 
@@ -111,7 +106,6 @@ def test_rank_beyond_the_workers_is_rejected(set_environment):
         (STEP | {"SLURM_STEP_NODELIST": "one"}, joined("one", 3, 4)),
         (SET, joined("run-worker-3-0.run", 1, 4)),
         (SLICE, joined("t0", 1, 4)),
-        (NODES, joined("10.0.0.1", 1, 4)),
     ],
 )
 def test_engine_numbers_the_processes_of_a_worker(
@@ -142,8 +136,8 @@ def test_restarts_of_a_job_of_slurm_are_counted(set_environment, given):
         ({}, "AGN_OPTAX_COORDINATOR is not set"),
         ({"AGN_OPTAX_COORDINATOR": "x:9"}, "AGN_OPTAX_PROCESS is not set"),
         (STEP, "AGN_OPTAX_PROCESS must be .* below 2, got '3'"),
-        (NODES | {"SKYPILOT_NODE_RANK": "x"}, "AGN_OPTAX_PROCESS must be a whole"),
-        (NODES | {"SKYPILOT_NODE_IPS": ""}, "AGN_OPTAX_COORDINATOR is not set"),
+        (STEP | {"SLURM_PROCID": "x"}, "AGN_OPTAX_PROCESS must be a whole"),
+        (STEP | {"SLURM_STEP_NODELIST": ""}, "AGN_OPTAX_COORDINATOR is not set"),
     ],
 )
 def test_missing_or_bad_process_is_rejected(given, set_environment, variables, message):

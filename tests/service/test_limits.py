@@ -746,9 +746,10 @@ def test_connections_of_a_host_beyond_its_limit_use_no_thread(
 def test_worker_joins_from_a_host_with_too_many_connections(
     serve_few_connections, transport, security
 ):
-    """The worker's key is read before a rejection; open connections continue."""
+    """Open connections continue, and a new one is made over gRPC."""
     with serve_few_connections(security=security) as server:
-        options = {"token": ANNA, "transports": [transport], "timeout": TIMEOUT}
+        transports = dict.fromkeys([transport, "grpc"])
+        options = {"token": ANNA, "transports": transports, "timeout": TIMEOUT}
         port = int(server.direct_address.rpartition(":")[2])
         with service.connect(server.address, RULE, **options) as center:
             anna = center.join("anna")
@@ -763,7 +764,7 @@ def test_accept_rate_of_a_port_is_limited(monkeypatch):
     """For the connections of all hosts together; more wait in the system's queue."""
     monkeypatch.setattr(_socket, "_ACCEPT_PAUSE", 0.1)
     with (
-        _socket.bind("127.0.0.1:0") as listening,
+        _socket.listen_at("127.0.0.1:0") as listening,
         contextlib.ExitStack() as stack,
     ):
         accepted = _socket.accept_connections(listening, lambda: False)

@@ -83,9 +83,8 @@ class CenterOptions:
 
     Access:
       tokens FILE: File of the allowed callers, with a line for each: roles, a worker's
-        name (* for any) and a token. The file is read again when it changes. Without a
-        file, a token is made and printed; programs of the same user on this machine
-        find this token by themselves.
+        name (* for any) and a token. Without a file, a token is made and printed;
+        programs of the same user on this machine find this token by themselves.
       open: Allow every caller; beyond this machine only with --tls-client-ca or
         --insecure.
       *security

@@ -39,8 +39,6 @@ class Remote:
       rule: the rule of the center.
       schemas: see `known_schemas`; None until the center is initialized.
       description: the last description that the center gave.
-      failed_transports: names of transports that are skipped until the center's offers
-        change, because they failed when a worker joined by another transport.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class Remote:
         self._buffers, self._wide_buffers = Buffers(), Buffers()
         self._transports = transports
         self._offers: dict[str, pb.Offer] = {}  # the center's, by transport
-        self.failed_transports: set[str] = set()
         # The last type of contribution that was checked, and its dtype on the wire.
         self._checked_dtypes: dict[Any, str] = {}
 
@@ -105,9 +102,7 @@ class Remote:
                 f"worker, got {self.connection.timeout:g}"
             )
         self.description = described
-        offers = {offer.transport: offer for offer in described.offers}
-        if offers != self._offers:  # a restarted center, or another key
-            self._offers, self.failed_transports = offers, set()
+        self._offers = {offer.transport: offer for offer in described.offers}
         if described.HasField("schema"):
             schemas = self.schemas
             if schemas is None or described.schema_hash != schemas.center.hash:
@@ -252,19 +247,14 @@ class Remote:
             raise
         self.describe()
 
-    def dial(self) -> tuple[Link, set[str]]:
+    def dial(self) -> Link:
         """Open a link for a worker's exchanges, by the first transport that works.
-
-        Returns:
-          The link, and the names of the transports that failed before.
 
         Raises:
           CenterUnreachableError: none of the transports works.
         """
         failed: dict[str, OSError] = {}
         for transport in self._transports:
-            if transport.name in self.failed_transports:
-                continue
             offer = self._offers.get(transport.name)
             try:
                 link = transport.dial(Target(self.connection, offer, self._buffers))
@@ -274,11 +264,11 @@ class Remote:
                 if failed:
                     _log.info("%s: transports that failed: %s", self.address, failed)
                 link.transport = transport.name
-                return link, set(failed)
+                return link
             if len(failed) == 1:  # the center may have restarted with other offers
                 old_offers = self._offers
                 self._set_description(self.connection.describe())
-                if self._offers is not old_offers:
+                if self._offers != old_offers:
                     return self.dial()
         reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise errors.CenterUnreachableError(

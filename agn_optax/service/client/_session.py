@@ -175,8 +175,7 @@ class RemoteSession(Session):
         remote = self._remote
         if self._link is not None:
             self._link.cancel()
-        link, failed = remote.dial()
-        self._link = link
+        link = self._link = remote.dial()
         if self.has_left or remote.connection.closed:  # by another thread, meanwhile
             link.cancel()
         join = pb.Join(
@@ -197,7 +196,6 @@ class RemoteSession(Session):
             while header.HasField("waiting"):
                 header = link.read_header()
         self._center_id = header.joined.center
-        remote.failed_transports |= failed
         return link
 
     def _send(self) -> Link:

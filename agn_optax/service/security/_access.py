@@ -10,14 +10,10 @@ import dataclasses
 import hashlib
 import hmac
 import itertools
-import logging
 import os
 import pathlib
 import secrets
-import threading
-import time
-from collections.abc import Hashable, Iterable
-from typing import Any
+from collections.abc import Hashable
 
 from agn_optax import errors
 
@@ -35,11 +31,8 @@ ROLES = {
 ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
 _MIN_TOKEN = 16  # characters
-# Seconds between two checks of the token files, and after one that could not be read:
-_CHECK_INTERVAL, _RETRY_INTERVAL = 0.5, 10.0
 
 Path = str | os.PathLike[str]
-_log = logging.getLogger("agn_optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +90,7 @@ class Access:
         # roles         name      token
         chief           worker-0  8c1f...
         worker          worker-1  90ab...
-        worker          worker-1  d2e7...   # a second token, to change one at a time
+        worker          worker-1  d2e7...   # a second token, such as of a new key
         observer,reader *         77d0...   # * is any name
 
     | role | may |
@@ -109,9 +102,7 @@ class Access:
     | operator | do what a reader may, and drain the center |
 
     Args:
-      *tokens: files with such lines, or such lines as bytes. The files are read again
-        when one changes; if one then cannot be read, an error is logged, and the old
-        tokens remain valid.
+      *tokens: files with such lines, or such lines as bytes. The files are read once.
 
     Raises:
       InvalidArgumentError: a file cannot be read, or a line is not valid.
@@ -140,10 +131,9 @@ class Access:
                     f"tokens must be files, or bytes, got {type(source).__name__}"
                 )
         self._tokens = tokens
-        self._lock = threading.Lock()
-        self._stamps: list[Any] = self._stat_files()
-        self._callers = _read_callers(tokens)
-        self._next_check = time.monotonic() + _CHECK_INTERVAL
+        self._callers: dict[bytes, Caller] = {}  # by the hashes of their tokens
+        for source in tokens:
+            _add_callers(source, self._callers)
 
     def caller(self, token: bytes, host: str = "") -> Caller:
         """Return the caller with a token.
@@ -161,30 +151,10 @@ class Access:
                 "AGN_OPTAX_TOKEN or AGN_OPTAX_TOKEN_FILE (--token-file)"
             )
         # The time that it takes to look up a hash reveals nothing about the token.
-        found = self._current_callers().get(_hash(token))
+        found = self._callers.get(_hash(token))
         if found is None:
             raise _unknown("this center does not know that token")
         return dataclasses.replace(found, token=token, host=host)
-
-    def _current_callers(self) -> dict[bytes, Caller]:
-        """Return the callers by the hashes of their tokens, as the files are now."""
-        with self._lock:
-            now = time.monotonic()
-            if now < self._next_check:
-                return self._callers
-            self._next_check = now + _CHECK_INTERVAL
-            stamps = self._stat_files()
-            if stamps != self._stamps:
-                try:
-                    self._callers, self._stamps = _read_callers(self._tokens), stamps
-                except errors.InvalidArgumentError as error:
-                    self._next_check = now + _RETRY_INTERVAL
-                    _log.error("%s; the old tokens remain valid", error)
-            return self._callers
-
-    def _stat_files(self) -> list[Any]:
-        """Return a value for each file that changes with its content."""
-        return [_stamp(file) for file in self._tokens if not isinstance(file, bytes)]
 
     def __repr__(self) -> str:  # without the tokens themselves: it may be logged
         names = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
@@ -218,10 +188,6 @@ class Authenticator:
         self._tokens[_hash(key)] = caller.token
         return key
 
-    def has_key(self, key: bytes | None) -> bool:
-        """Return whether a key was issued; `caller_of_key` checks if it is valid."""
-        return key is not None and _hash(key) in self._tokens
-
     def caller_of_key(self, key: bytes, host: str = "") -> Caller:
         """Return the caller that a key was issued to.
 
@@ -230,8 +196,7 @@ class Authenticator:
           host: network address that the key came from.
 
         Raises:
-          NotAllowedError: the key is unknown, or the token that it stands for is no
-            longer valid.
+          NotAllowedError: the key is unknown.
         """
         token = self._tokens.get(_hash(key))
         if token is None:
@@ -239,19 +204,12 @@ class Authenticator:
         return self.caller(token, host)
 
 
-def _read_callers(sources: Iterable[bytes | Path]) -> dict[bytes, Caller]:
-    """Return the callers of all sources, by the hashes of their tokens.
+def _add_callers(source: bytes | Path, callers: dict[bytes, Caller]) -> None:
+    """Add the callers of a source, by the hashes of their tokens.
 
     Raises:
-      InvalidArgumentError: a source cannot be read, or is not valid.
+      InvalidArgumentError: the source cannot be read, or is not valid.
     """
-    callers: dict[bytes, Caller] = {}
-    for source in sources:
-        _add_callers(source, callers)
-    return callers
-
-
-def _add_callers(source: bytes | Path, callers: dict[bytes, Caller]) -> None:
     name = _name(source)
     try:
         if isinstance(source, bytes):
@@ -293,15 +251,6 @@ def _add_callers(source: bytes | Path, callers: dict[bytes, Caller]) -> None:
 
 def _name(source: bytes | Path) -> str:
     return "the tokens" if isinstance(source, bytes) else str(source)
-
-
-def _stamp(file: Path) -> Any:
-    """Return a value that changes with a file's content."""
-    try:
-        status = os.stat(file)  # noqa: PTH116 file may be a str
-    except OSError as error:
-        return error.errno
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def token_problem(token: str) -> str:

@@ -31,7 +31,6 @@ from agn_optax.service.wire._frames import (
     bytes_schema,
     do_nothing,
 )
-from agn_optax.service.wire._versions import installed
 
 PyTree = Any
 T = TypeVar("T", pb.DescribeRequest, pb.Join, pb.Start)
@@ -123,17 +122,18 @@ class Servicer:
             self.on_event("rejected", "", error, host)
             raise
 
-    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
+    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
         """Return the center's description."""
         caller.check("Describe")
         _check_protocol(request)
         schema = self._frames.schema
         key = self.authenticator.issue_key(caller)
-        description = pb.Description(
+        return pb.Description(
             protocol=PROTOCOL,
             release=__version__,
             center=self.core.center_id,
             rule=self._rule,
+            schema=None if schema is None else self._frames.schema_bytes,
             schema_hash=b"" if schema is None else schema.hash,
             calls=sorted(caller.calls),
             lease=self.limits.lease,
@@ -146,11 +146,6 @@ class Servicer:
                 pb.Offer(transport=offer.transport, address=offer.address, key=key)
                 for offer in self.offers
             ],
-            versions=installed(),
-        )
-        return pb.Described(
-            description=description.SerializeToString(),
-            schema=None if schema is None else self._frames.schema_bytes,
         )
 
     def initialize(
@@ -262,7 +257,7 @@ class Servicer:
                 _check_name(join.session_id)
                 caller.check("Exchange", join.worker)
                 worker = join.worker
-                yield from self._serve_session(join, reader, context, caller, transport)
+                yield from self._serve_session(join, reader, context, transport)
             except errors.AgnOptaxError as error:
                 self.on_event("rejected", worker, error, caller.host)
                 raise
@@ -272,7 +267,6 @@ class Servicer:
         join: pb.Join,
         reader: FrameReader,
         context: Any,
-        caller: Caller,
         transport: str,
     ) -> Iterator[Frame]:
         if join.center not in ("", self.core.center_id):
@@ -303,7 +297,6 @@ class Servicer:
         joined = pb.Joined(center=self.core.center_id)
         yield Frame(pb.Header(joined=joined))
         while (header := reader.read_header()) is not None:
-            caller = self._authenticate_again(caller, join.worker)
             if header.HasField("acknowledge"):
                 session.acknowledge(header.acknowledge)
                 # Otherwise the programs of other exchanges release the arguments.
@@ -315,21 +308,6 @@ class Servicer:
             yield from self.exchanges.run(
                 session, header.message, reader, self.on_event
             )
-
-    def _authenticate_again(self, caller: Caller, worker: str) -> Caller:
-        """Check a joined worker against the current tokens; return its caller.
-
-        Raises:
-          CenterUnreachableError: the worker's credentials are no longer valid. This
-            error makes the worker reconnect, with a new token if it has one; otherwise
-            it then receives the `NotAllowedError`.
-        """
-        try:
-            caller = self.authenticator.caller(caller.token, caller.host)
-            caller.check("Exchange", worker)
-        except errors.NotAllowedError as error:
-            raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None
-        return caller
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Record the heartbeats of workers."""

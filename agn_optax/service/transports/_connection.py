@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from agn_optax import errors
 from agn_optax._internal import Outage, retry
@@ -44,7 +43,6 @@ SHORT_TIMEOUT = 2.0
 FIRST_RESPONSE_TIMEOUT = 3.5
 
 _PAUSES = (0.1, 1.0)  # s, the first and the longest between two attempts
-_MAX_DESCRIPTION = 1 << 20  # bytes without the schema; 10,000 are typical
 # gRPC's text for a connection that cannot be made, and its reasons if no host answers.
 _CANNOT_CONNECT = "failed to connect to all addresses"
 _NO_HOST = ("connect to remote host", "timed out", "DNS")
@@ -254,10 +252,9 @@ class Connection:
     def describe(self) -> pb.Description:
         """Return the center's description, in one attempt."""
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        described = self.unary(
-            "Describe", request, pb.Described, response_timeout=FIRST_RESPONSE_TIMEOUT
+        return self.unary(
+            "Describe", request, pb.Description, response_timeout=FIRST_RESPONSE_TIMEOUT
         )
-        return description_in(described)
 
     def status(self) -> dict[str, Any]:
         """Return the center's status as JSON values, in one attempt."""
@@ -411,27 +408,6 @@ class Connection:
         if not reason:
             return error
         return errors.EncryptionError(f"no connection to {self.address}: {reason}")
-
-
-def description_in(described: pb.Described) -> pb.Description:
-    """Return the description of a center from a reply, its schema still as bytes.
-
-    Raises:
-      ProtocolError: the description is not valid, or too large.
-    """
-    size = len(described.description)
-    if size > _MAX_DESCRIPTION:
-        raise errors.ProtocolError(
-            f"a description must have at most {_MAX_DESCRIPTION} bytes beside its "
-            f"schema, got {size}"
-        )
-    try:
-        description = pb.Description.FromString(described.description)
-    except DecodeError as error:
-        raise errors.ProtocolError(f"not a description: {error}") from None
-    if described.HasField("schema"):
-        description.schema = described.schema
-    return description
 
 
 def as_dict(message: Any) -> dict[str, Any]:

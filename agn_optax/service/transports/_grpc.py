@@ -9,7 +9,6 @@ import contextlib
 import operator
 import os
 import queue
-import socket
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ T = TypeVar("T")
 _serialized = operator.methodcaller("SerializeToString")
 
 _MAX_CALLS = 4096
+_CONNECT_TIMEOUT = 1.0  # s, to another server at a Unix socket
 # Calls that the servicer itself charges to the rate limit.
 _ADMITTED_LATER = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Python
@@ -172,8 +172,8 @@ def _check_free(address: str) -> None:
     """Raise if a server uses the address: gRPC would silently replace a socket file."""
     if not address.startswith("unix:"):
         return
-    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
-        sock.connect(_address.path(address))
+    with contextlib.suppress(OSError):
+        _address.connect(address, _CONNECT_TIMEOUT).close()
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: another server uses it"
         )

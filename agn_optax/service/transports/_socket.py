@@ -2,8 +2,7 @@
 
 A connection begins with a handshake: the worker sends a greeting and its caller's key,
 which it has received over gRPC. The center answers with the greeting. To reject the
-worker, it closes the connection; it sends a line with the reason only to a process of
-another user.
+worker, it closes the connection.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame, FrameReader
+from agn_optax.service.wire._frames import Frame, FrameReader, join_pieces
 
 GREETING = b"agn_optax direct 2\n"
 _GREETING_SIZE = len(GREETING) + KEY_SIZE
@@ -44,8 +43,7 @@ _ACCEPT_PAUSE = 0.005  # s after each accepted connection; accepting takes 0.1 m
 _DEFER_ACCEPT = 5  # s for which the system holds a connection without data
 _HANDSHAKE_TIMEOUT = 5.0  # s, also for a worker to close after an error
 _SENDMSG_PIECES = 512  # per call of sendmsg; systems accept 1,024
-_SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg
-_TLS_RECORD = 1 << 14  # size of a TLS record, bytes
+_SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg, or to encrypt at once
 _SOCKET_BUFFER = 4 << 20  # bytes; a larger one does not speed up the kernel's copies
 _PEER_TIMEOUT = 15  # s without any response; then a peer is disconnected, as by gRPC
 _CREDENTIALS = struct.Struct("iII")  # ids of process, user and group, from the kernel
@@ -85,9 +83,8 @@ def dial_socket(target: _transport.Target, tls: Tls | None = None) -> socket.soc
         with sock.makefile("rb", buffering=0) as lines:
             line = lines.readline(_MAX_LINE)
         if line != GREETING:
-            text = line.decode("ascii", "replace").strip()
             raise ConnectionError(
-                f"the other end is not a center, or it rejected the handshake: {text}"
+                "the other end is not a center, or it rejected the handshake"
             )
         sock.settimeout(None)  # from now on the watchdog enforces the timeouts
         on_error.pop_all()
@@ -136,27 +133,18 @@ def listen_at(address: str) -> socket.socket:
     Raises:
       InvalidArgumentError: the address cannot be used.
     """
+    host, port = _address.host(address), int(address.rpartition(":")[2])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return bind(address)
+        listening = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
     except OSError as error:
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: {error}. Another process may use that port; "
             "port 0 picks a free one"
         ) from None
-
-
-def bind(address: str) -> socket.socket:
-    """Return a socket that listens at "host:port".
-
-    Raises:
-      OSError: the address cannot be used.
-    """
-    host, port = _address.host(address), int(address.rpartition(":")[2])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
-    listening = socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
-    )
     if hasattr(socket, "TCP_DEFER_ACCEPT"):
         # The client sends first, and a silent connection costs this process nothing.
         level, option = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT
@@ -258,24 +246,10 @@ class SocketListener(_transport.Listener):
         self._threads.wait(timeout)  # until then the threads keep the center alive
         self._listening.close()
 
-    def rejection_reason(self, sock: socket.socket) -> str:
-        """Return why a connection is rejected; "" if it is accepted.
-
-        All users of the machine can connect to a Unix socket by its name.
-        """
-        if not _is_unix(sock):
-            return ""
-        user, own_user = _user(sock), os.geteuid()
-        if user in (own_user, 0):
-            return ""
-        return f"this center accepts processes of user {own_user} only, got user {user}"
-
     def _accept(self) -> None:
         limits = self._servicer.call_limits
         for sock, origin in accept_connections(self._listening, lambda: self._closed):
-            if not (
-                limits.accepts_connection(origin) or self._has_sent_valid_key(sock)
-            ):
+            if not limits.accepts_connection(origin):
                 sock.close()
                 continue
             try:
@@ -283,19 +257,6 @@ class SocketListener(_transport.Listener):
             except Exception as error:  # for example, no thread can be started
                 _log.warning("a direct connection is rejected: %s", error)
                 sock.close()
-
-    def _has_sent_valid_key(self, sock: socket.socket) -> bool:
-        """Return whether a connection has already sent a valid key.
-
-        This lets workers connect while other processes of their host make too many
-        connections. With TLS the key cannot be read here; such workers fall back to
-        gRPC.
-        """
-        try:
-            greeting = sock.recv(_GREETING_SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return self._servicer.authenticator.has_key(_key_in(greeting))
-        except (AttributeError, OSError):  # no data, or not supported by the system
-            return False
 
     def _serve(self, sock: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
@@ -337,15 +298,16 @@ class SocketListener(_transport.Listener):
         """Return the caller by its key, after the handshake; None to reject it."""
         greeting = bytearray(_GREETING_SIZE)
         FrameReader(sock.recv_into, self._servicer.buffers).fill(memoryview(greeting))
-        if (key := _key_in(bytes(greeting))) is None:
+        if not greeting.startswith(GREETING):
             return None
+        key = bytes(greeting[len(GREETING) :])
         try:
             caller = self._servicer.authenticator.caller_of_key(key, _host(sock))
         except errors.NotAllowedError:  # gRPC reports the reason
             return None
-        if reason := self.rejection_reason(sock):
-            _log.warning("a worker is rejected: %s", reason)
-            sock.sendall(reason.encode("ascii", "replace")[: _MAX_LINE - 1] + b"\n")
+        # All users of the machine can connect to a Unix socket by its name.
+        if _is_unix(sock) and (user := _user(sock)) not in (os.geteuid(), 0):
+            _log.warning("a worker is rejected: it is of another user, %d", user)
             return None
         sock.sendall(GREETING)
         return caller
@@ -458,13 +420,6 @@ class SocketConnection(FrameReader):
         self._disconnected.cancel()
 
 
-def _key_in(greeting: bytes) -> bytes | None:
-    """Return the key of a greeting; None if it is malformed."""
-    if len(greeting) < _GREETING_SIZE or not greeting.startswith(GREETING):
-        return None
-    return bytes(greeting[len(GREETING) :])
-
-
 def _user(sock: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket."""
     option, size = socket.SO_PEERCRED, _CREDENTIALS.size
@@ -530,30 +485,16 @@ def send(
 ) -> None:
     """Send the pieces of a frame; call ``on_sent`` whenever some bytes were sent."""
     if isinstance(sock, ssl.SSLSocket):
-        for record in _records(pieces):
-            while record:
-                record = record[sock.send(record) :]
+        for joined in join_pieces(pieces, _SENDMSG_BYTES):
+            part = memoryview(joined)
+            while part:
+                part = part[sock.send(part) :]
                 on_sent()
         return
     for batch in _batches(pieces):
         while batch:
             batch = _unsent(batch, _send_some(sock, batch))
             on_sent()
-
-
-def _records(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """Yield ``pieces`` with small ones joined, because TLS sends one at a time."""
-    small: list[memoryview] = []
-    for piece in pieces:
-        if len(piece) < _TLS_RECORD:
-            small.append(piece)
-        if small and (len(piece) >= _TLS_RECORD or sum(map(len, small)) >= _TLS_RECORD):
-            yield memoryview(b"".join(small))
-            small = []
-        if len(piece) >= _TLS_RECORD:
-            yield piece
-    if small:
-        yield memoryview(b"".join(small))
 
 
 def _batches(pieces: Iterator[memoryview]) -> Iterator[list[memoryview]]:
@@ -600,10 +541,8 @@ def _listen(
     """Listen at the requested port, or at a free one."""
     context = None if settings.tls is None else settings.tls.context(serves=True)
     if not settings.address.startswith("unix:"):
-        if settings.direct_address is None:
-            listening = bind(f"{settings.address.rpartition(':')[0]}:0")
-        else:
-            listening = listen_at(settings.direct_address)
+        free = f"{settings.address.rpartition(':')[0]}:0"
+        listening = listen_at(settings.direct_address or free)
         return SocketListener(servicer, listening, context)
     if settings.direct_address is not None:
         raise errors.InvalidArgumentError(

@@ -169,8 +169,8 @@ class Transport(NamedTuple):
     Attributes:
       name: name of the transport, as in `connect(transports=[...])`.
       listen: makes the service's end; returns None if the system does not support it.
-        Raises `InvalidArgumentError` if a requested address cannot be used, and OSError
-        if no address can be used and none was requested.
+        Raises `InvalidArgumentError` if an address cannot be used, and OSError if the
+        system has no further Unix socket.
       dial: makes the worker's end, connected. Raises OSError if the center cannot be
         reached in this way; another transport may succeed.
     """
