@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2
 from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.security import _handshake
 from agn_optax.service.security._access import Caller
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
@@ -173,7 +174,7 @@ def _check_free(address: str) -> None:
     if not address.startswith("unix:"):
         return
     with contextlib.suppress(OSError):
-        _address.connect(address, _CONNECT_TIMEOUT).close()
+        _handshake.connect(address, _CONNECT_TIMEOUT).close()
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: another server uses it"
         )
