@@ -135,15 +135,6 @@ def test_bad_run_files_are_rejected_before_anything_starts(here, old, new, messa
     assert message in " ".join(fails("launch", "run.toml", code=2).split())
 
 
-def test_existing_center_is_used(here):
-    (here / "run.toml").write_text(
-        'program = "train.py"\nworkers = 1\ncenter = "127.0.0.1:9"\n'
-    )
-    output = succeeds("launch", "run.toml", "--dry-run").splitlines()
-    assert len(output) == 2
-    assert "AGN_OPTAX_CENTER=127.0.0.1:9" in output[1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

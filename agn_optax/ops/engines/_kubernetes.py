@@ -25,11 +25,10 @@ from agn_optax.service import DEFAULT_GRACE, TLS_CA, tokens
 
 _SECRETS = "secrets.sh"
 _PATCHES = "kustomization.yaml"  # of the user, in the folder of the manifests
-# Options that the manifests set, or that a center which may move cannot have.
+# Options that the manifests set.
 _NOT_SETTINGS = (
     *("address", "direct_address", "page_address", "address_file"),
-    *("tokens", "tls_certificate", "tls_key", "tls_client_ca", "parent"),
-    *("token_file", "tls_ca"),
+    *("tokens", "tls_certificate", "tls_key", "tls_client_ca", "tls_ca"),
 )
 
 _Manifest = dict[str, Any]
@@ -104,7 +103,7 @@ class Kubernetes(Engine):
         extras.require("kubernetes", "yaml")
         super().__init__(run)
         self._check()
-        self._is_encrypted = run.has_center and not run.is_insecure
+        self._is_encrypted = not run.is_insecure
         self._has_keys = self._is_encrypted or run.uses_tokens
         self._folder = pathlib.Path(f"{run.name}-kubernetes")  # also has the keys
         # Names of objects and Secrets.
@@ -113,12 +112,12 @@ class Kubernetes(Engine):
     def files(self) -> Mapping[str, str]:
         """Return the manifests, and the script that makes their Secrets."""
         secrets = {_SECRETS: self._secrets()} if self._has_keys else {}
-        workers = {"workers.yaml": _yaml(self._worker_environment(), self._job())}
-        if not self.run.has_center:
-            return workers
-        center = _yaml(self._service(), self._stateful_set())
-        storage = _yaml(self._claim())
-        return {**secrets, "storage.yaml": storage, "center.yaml": center, **workers}
+        return {
+            **secrets,
+            "storage.yaml": _yaml(self._claim()),
+            "center.yaml": _yaml(self._service(), self._stateful_set()),
+            "workers.yaml": _yaml(self._worker_environment(), self._job()),
+        }
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
@@ -179,14 +178,13 @@ class Kubernetes(Engine):
         elif run.serve.get("open") and not run.is_insecure:
             problem = "an open center needs insecure = true, in a network you trust"
         else:
-            given = {**run.serve, "token_file": run.token_file, "tls_ca": run.tls_ca}
+            given = {**run.serve, "tls_ca": run.tls_ca}
             names = [name for name in _NOT_SETTINGS if given.get(name) is not None]
             if not names:
                 return
             problem = (
                 f"{names[0].replace('_', '-')} cannot be set on Kubernetes: manifests "
-                "set addresses and key files, and a center that may move has no "
-                f"parent, got {str(given[names[0]])!r}"
+                f"set addresses and key files, got {str(given[names[0]])!r}"
             )
         raise errors.InvalidArgumentError(problem)
 
@@ -320,8 +318,7 @@ add worker {" ".join(workers[1:])}
         data |= self.run.worker_environment(_RANK)
         for name in ("AGN_OPTAX_RANK", "AGN_OPTAX_WORKER"):
             del data[name]
-        if self.run.has_center:
-            data["AGN_OPTAX_CENTER"] = f"{self._center}:{_PORT}"
+        data["AGN_OPTAX_CENTER"] = f"{self._center}:{_PORT}"
         return self._object("v1", "ConfigMap", "worker", data=data)
 
     def _job(self) -> _Manifest:
@@ -368,10 +365,9 @@ add worker {" ".join(workers[1:])}
         volumes = [_secret_volume(self._workers)] if keys else []
         pod = self._pod("worker", container, volumes, mounts, run.stop_grace)
         pod["spec"]["restartPolicy"] = "Never"
-        if run.has_center:
-            command = ["python", "-c", _WAIT_FOR_CENTER]
-            wait = {"name": "wait-for-center", "command": command, **common}
-            pod["spec"]["initContainers"] = [self._secured(wait)]
+        command = ["python", "-c", _WAIT_FOR_CENTER]
+        wait = {"name": "wait-for-center", "command": command, **common}
+        pod["spec"]["initContainers"] = [self._secured(wait)]
         return pod
 
     def _worker_keys(self) -> list[tuple[str, str, str]]:

@@ -55,10 +55,11 @@ class Local(Engine):
     def commands(self) -> list[str]:
         """Return the commands of all processes with their environment, center first."""
         run = self.run
-        center = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
-        lines = [shlex.join(self._center_command())] if run.has_center else []
+        lines = [shlex.join(self._center_command())]
         for rank in range(run.workers):
-            environment = run.worker_environment(rank, **center).items()
+            environment = run.worker_environment(
+                rank, AGN_OPTAX_CENTER="ADDRESS"
+            ).items()
             words = [f"{name}={shlex.quote(text)}" for name, text in environment]
             lines.append(
                 " ".join([*words, shlex.join(run.worker_command(sys.executable))])
@@ -83,13 +84,13 @@ class Local(Engine):
                 output(name, line)
 
             outcomes = launch.run(
-                [self._center()] if run.has_center else self._workers(),
+                [self._center()],
                 output=show,
                 grace=run.stop_grace,
                 on_failure=run.on_failure,
             )
         code = _exit_code(outcomes, run)
-        if run.has_center and (problem := _problem(*outcomes)):
+        if problem := _problem(*outcomes):
             code = code or 1
             output(CENTER, f"agn-optax: {problem}")
         return {
