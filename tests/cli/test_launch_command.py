@@ -143,7 +143,6 @@ def pretend(here, monkeypatch):
         ("exit 0", 0, 0),
         ("exit 143", 0, 0),
         ("trap - TERM; kill -TERM $$", 0, 0),
-        ("exit 9", 0, 0),  # --signal-exit-code
         ("exit 1", 0, 1),
         ("kill -KILL $$", 0, 137),
         ("exit 1", 7, 7),
@@ -151,7 +150,7 @@ def pretend(here, monkeypatch):
 )
 def test_center_that_fails_at_its_end_fails_the_run(pretend, end, worker, code):
     pretend(f"trap '{end}' TERM; {SERVES} {WAITS}", f"exit {worker}")
-    options = ["--workers=1", "--rule=downpour", "--signal-exit-code=9"]
+    options = ["--workers=1", "--rule=downpour"]
     result = command("launch", *options, "train.py")
     assert result.exit_code == code, result.output
 

@@ -98,8 +98,6 @@ class CenterOptions:
         /metrics for Prometheus, at --page-address.
       page_address HOST:PORT [{loopback} with --page]: Address of the page; implies
         --page. Port 0 takes a free port.
-      signal_exit_code [0]: Exit code after a signal has drained the center. Set it to
-        another value than 0 for engines that restart only what has failed.
 
     Limits:
       *limits
@@ -115,7 +113,6 @@ class CenterOptions:
     direct: bool | None = None
     page: bool | None = None
     page_address: str | None = None
-    signal_exit_code: int | None = None
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
@@ -126,11 +123,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     Raises:
       InvalidArgumentError: options exclude each other, or one is out of range.
     """
-    if not 0 <= (options.signal_exit_code or 0) <= 255:
-        raise errors.InvalidArgumentError(
-            "--signal-exit-code must be a whole number from 0 to 255, got "
-            f"{options.signal_exit_code}"
-        )
     for option, is_given, excluded in (
         ("--open", options.open, "tokens"),
         ("--no-page", options.page is False, "page_address"),

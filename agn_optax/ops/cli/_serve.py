@@ -96,9 +96,6 @@ def serve(
             typer.echo(f"draining after {name}; send it again to end at once", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)
-    # After an operator's drain the exit code is 0, even if a signal came as well.
-    if signals and center.signal_exit_code and not server.is_drained:
-        raise typer.Exit(center.signal_exit_code)
 
 
 def _store_token(

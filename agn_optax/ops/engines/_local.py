@@ -89,7 +89,7 @@ class Local(Engine):
                 grace=run.stop_grace,
                 on_failure=run.on_failure,
             )
-        code = _exit_code(outcomes, run)
+        code = _exit_code(outcomes)
         if problem := _problem(*outcomes):
             code = code or 1
             output(CENTER, f"agn-optax: {problem}")
@@ -179,7 +179,7 @@ def local_address(event: Mapping[str, Any]) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def _exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
+def _exit_code(outcomes: Sequence[Outcome]) -> int:
     """Return a shell's exit code for the first program at fault; 0 if there is none.
 
     A stopped center comes last, and is at fault if SIGTERM neither drained it nor ended
@@ -191,7 +191,7 @@ def _exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
         outcome.returncode
         for outcome in outcomes
         if outcome.stopped and outcome.name == CENTER
-        if outcome.returncode not in (*drained, run.serve.get("signal_exit_code"))
+        if outcome.returncode not in drained
     ]
     code = next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code
