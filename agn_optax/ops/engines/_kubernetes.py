@@ -54,17 +54,8 @@ _RANK = "$(AGN_OPTAX_RANK)"
 
 # The center may start after its workers, or be down when a worker is restarted. Without
 # waiting, the worker would fail, and the number of failures is limited.
-_WAIT_FOR_CENTER = """\
-import os, socket, time
-host, port = os.environ["AGN_OPTAX_CENTER"].rsplit(":", 1)
-while True:
-    try:
-        socket.create_connection((host, int(port)), 5).close()
-        break
-    except OSError as error:
-        print(f"{host}:{port}: {error}", flush=True)
-        time.sleep(2)
-"""
+_CONNECT = "import socket; socket.create_connection('{address}'.split(':'), 5)"
+_WAIT_FOR_CENTER = 'until python -c "$0"; do sleep 2; done'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +99,7 @@ class Kubernetes(Engine):
         self._folder = pathlib.Path(f"{run.name}-kubernetes")  # also has the keys
         # Names of objects and Secrets.
         self._center, self._workers = f"{run.name}-center", f"{run.name}-workers"
+        self._address = f"{self._center}:{_PORT}"
 
     def files(self) -> Mapping[str, str]:
         """Return the manifests, and the script that makes their Secrets."""
@@ -318,7 +310,7 @@ add worker {" ".join(workers[1:])}
         data |= self.run.worker_environment(_RANK)
         for name in ("AGN_OPTAX_RANK", "AGN_OPTAX_WORKER"):
             del data[name]
-        data["AGN_OPTAX_CENTER"] = f"{self._center}:{_PORT}"
+        data["AGN_OPTAX_CENTER"] = self._address
         return self._object("v1", "ConfigMap", "worker", data=data)
 
     def _job(self) -> _Manifest:
@@ -344,12 +336,11 @@ add worker {" ".join(workers[1:])}
 
     def _worker_pod(self) -> _Manifest:
         run = self.run
-        common = {"envFrom": [{"configMapRef": {"name": self._workers}}]}
         keys = self._worker_keys()
         container = {
             "name": "worker",
             "command": _escaped(run.worker_command("python")),
-            **common,
+            "envFrom": [{"configMapRef": {"name": self._workers}}],
             "env": [
                 _field("AGN_OPTAX_RANK", _INDEX_ANNOTATION),
                 _field("AGN_OPTAX_RESTARTS", _FAILURES_ANNOTATION),
@@ -365,8 +356,9 @@ add worker {" ".join(workers[1:])}
         volumes = [_secret_volume(self._workers)] if keys else []
         pod = self._pod("worker", container, volumes, mounts, run.stop_grace)
         pod["spec"]["restartPolicy"] = "Never"
-        command = ["python", "-c", _WAIT_FOR_CENTER]
-        wait = {"name": "wait-for-center", "command": command, **common}
+        connect = _CONNECT.format(address=self._address)
+        command = ["sh", "-c", _WAIT_FOR_CENTER, connect]
+        wait = {"name": "wait-for-center", "command": command}
         pod["spec"]["initContainers"] = [self._secured(wait)]
         return pod
 
@@ -489,16 +481,7 @@ def _escaped(command: Iterable[str]) -> list[str]:
 
 
 def _yaml(*objects: _Manifest) -> str:
-    """Return objects as documents of YAML, with multi-line strings as blocks."""
+    """Return objects as documents of YAML."""
     import yaml  # noqa: PLC0415 an optional dependency
 
-    class Dumper(yaml.SafeDumper):
-        pass
-
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        style = "|" if "\n" in value else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Dumper.add_representer(str, text)
-    Dumper.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
-    return str(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=1000))
+    return str(yaml.safe_dump_all(objects, sort_keys=False, width=1000))
