@@ -322,14 +322,6 @@ def test_launch_runs_a_module(here):
         (["--workers=1", "--b1=0.5", "train.py"], "the center has no rule"),
         (["--workers=1", "--rule=easgd", "train.py"], "needs --moving-rate"),
         (["--workers=1", "--rule=downpour", "--quorum=1", "t.py"], "applies to --mode"),
-        (
-            ["--workers=1", RULE, "--on=slurm", "--on-failure=stop", "train.py"],
-            "--on-failure stop is for --on local",
-        ),
-        (
-            ["--workers=1", RULE, "--on-failure=no", "train.py"],
-            "on_failure must be one of",
-        ),
     ],
 )
 def test_wrong_usage_is_rejected(arguments, message):

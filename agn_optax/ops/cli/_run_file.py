@@ -18,7 +18,7 @@ from agn_optax.service import tokens
 _RUN = Group(
     Run,
     *("workers", "tls_ca", "restarts", "center_restarts"),
-    *("stop_grace", "on_failure", "storage"),
+    *("stop_grace", "storage"),
 )
 
 
@@ -127,8 +127,6 @@ def engine_of_options(
         )
     given["name"] = options.name or _name(program)
     _check(rule, center)
-    if on != "local" and given.get("on_failure") == "stop":
-        raise errors.InvalidArgumentError("--on-failure stop is for --on local")
     run = Run(
         program=program,
         rule=_options.given(rule),

@@ -87,7 +87,6 @@ class Local(Engine):
                 [self._center()],
                 output=show,
                 grace=run.stop_grace,
-                on_failure=run.on_failure,
             )
         code = _exit_code(outcomes)
         if problem := _problem(*outcomes):

@@ -11,7 +11,7 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.ops.launch import GRACE, OnFailure
+from agn_optax.ops.launch import GRACE
 from agn_optax.service import INSECURE, RULE, TLS_CA, Limits
 
 
@@ -54,9 +54,6 @@ class Run:
       center_restarts: maximum restarts of the center, which needs ``storage``.
       stop_grace: seconds for the workers to end after SIGTERM, and then for the
         center.
-      on_failure: whether to ``"stop"`` the other workers when one has failed after its
-        last restart, or to let them ``"continue"``, as they always do on other engines
-        than this machine.
       environment: environment variables of every worker.
       worker_resources, center_resources: resources of each worker, and of the center.
       settings: settings of the engine, from its own table of the run's file.
@@ -89,7 +86,6 @@ class Run:
     restarts: int = 0
     center_restarts: int = 0
     stop_grace: float = GRACE
-    on_failure: OnFailure = "stop"
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     worker_resources: Resources = dataclasses.field(default_factory=Resources)
     center_resources: Resources = dataclasses.field(default_factory=Resources)
