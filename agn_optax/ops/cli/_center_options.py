@@ -171,12 +171,6 @@ def access(
     return service.Access(*files, *(lines.encode() for lines in callers if lines))
 
 
-def needs_token(options: CenterOptions) -> bool:
-    """Return whether to make a token: options and environment allow no callers."""
-    lines = os.environ.get(service.tokens.TOKENS)
-    return not (options.open or options.tokens is not None or lines)
-
-
 def _mode_of(options: CenterOptions) -> Mode:
     name = options.mode or "asynchronous"
     chosen = check.choose(name, _MODES, "--mode")

@@ -44,7 +44,7 @@ def serve(
     # Workers that know a fixed address may call at once, so its token is stored first.
     is_fixed = service.address.is_fixed(address)
     token = ""
-    if _center_options.needs_token(center):
+    if not (center.open or center.tokens):
         token = service.tokens.for_address(address)
     # The token for a browser has the role of an observer only.
     page_token = service.tokens.generate() if token and settings["page"] else ""
