@@ -18,14 +18,8 @@ from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.planning import Cluster, Cost, Machine
 from agn_optax.rules import OPTIMIZERS
 
-_MACHINE = Group(
-    Machine, rates=("endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
-)
-_CLUSTER = Group(
-    Cluster,
-    *("workers", "latency", "center_bandwidth", "shards"),
-    rates=("center_bandwidth",),
-)
+_MACHINE = Group(Machine)
+_CLUSTER = Group(Cluster, "workers", "latency", "shards")
 
 
 @_options.record(groups={"machine": _MACHINE, "cluster": _CLUSTER})
@@ -37,6 +31,8 @@ class PlanOptions:
       step_time: Seconds of a local step.
       bandwidth RATE: Rate of each worker's link in either direction, such as 1Gbit,
         100Mb/s or 1.2GB (b is a bit, B a byte).
+      center_bandwidth RATE [--bandwidth]: Rate of the center's link in either
+        direction, which all workers share; each shard has a link of this rate.
       *cluster
       period [the shortest that hides exchanges]: Local steps between exchanges.
       inner NAME: Optimizer of the workers, by its name in optax.
@@ -50,6 +46,7 @@ class PlanOptions:
     parameters: float
     step_time: float
     bandwidth: str
+    center_bandwidth: str | None = None
     period: int | None = None
     inner: str = "adam"
     dtype: str = "float32"
@@ -75,10 +72,12 @@ def plan(
     planned = _rules.make(rule)
     inner = check.choose(options.inner, OPTIMIZERS, "--inner")(1e-3)
     params = planning.abstract(options.parameters, options.dtype)
+    shared = options.center_bandwidth
     cluster = _CLUSTER.build(
         options,
         step_time=options.step_time,
         bandwidth=units.rate(options.bandwidth, "--bandwidth"),
+        center_bandwidth=shared and units.rate(shared, "--center-bandwidth"),
         machine=_MACHINE.build(options),
     )
     cost = planning.plan(
