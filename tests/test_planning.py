@@ -257,11 +257,6 @@ def test_plan_of_all_reduce_matches_hand_calculation():
     assert half.worker.codec_state == 0
 
 
-def test_built_in_rules_are_all_rules_of_the_library():
-    made = planning.built_in_rules(ADAM, 8)
-    assert {rule.name for rule in made} == set(rules.__all__) - {"Rule"}
-
-
 def test_leaves_of_large_models_stay_within_array_limits():
     model = planning.abstract(1.75e11)
     assert sum(leaf.size for leaf in model) == 175_000_000_000
@@ -289,7 +284,6 @@ def test_leaves_of_large_models_stay_within_array_limits():
         (lambda: plan(rules.downpour), "rule must be a record"),
         (lambda: plan(inner=optax.sgd), "inner must be an optax.Gradient"),
         (lambda: plan(period=0), "period must be a positive int, got 0"),
-        (lambda: planning.built_in_rules(SGD, 0), "workers must be a positive int"),
     ],
 )
 def test_invalid_planning_input_is_rejected(call, message):

@@ -44,8 +44,6 @@ EXTRAS = {
     "ops": {
         "cryptography",
         "grpc",
-        "orbax",
-        "prometheus_client",
         "rich",
         "typer",
         "yaml",

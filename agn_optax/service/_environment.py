@@ -53,7 +53,7 @@ class Environment(NamedTuple):
 
         Raises:
           MissingArgumentError: the variable is not set, because `launch` did not start
-            the center itself, as with ``--center HOST:PORT``.
+            the center.
           InvalidArgumentError: the variable's value is not valid.
         """
         text = os.environ.get(RULE)

@@ -278,10 +278,3 @@ def test_launched_center_can_be_open(runtime, here):
     )
     result = command("launch", "--workers=1", "--rule=downpour", "--open", "train.py")
     assert "worker-0 | []" in result.output
-    result = command(
-        *("launch", "--workers=1", "--center=127.0.0.1:9", "--token-file=abc"),
-        "train.py",
-    )
-    assert "worker-0 | ['AGN_OPTAX_TOKEN_FILE']" in result.output
-    text = fails("launch", "--workers=1", "--token-file=a", "train.py", code=2)
-    assert "--token-file is for --center" in text

@@ -328,28 +328,10 @@ def test_server_is_ended_after_its_followers(how):
     assert text == ["up", "last words", "agn-optax: exit status 1"]
 
 
-def test_others_continue_after_a_failure_with_on_failure_go_on(witness):
-    lines, ended = launch(
-        living(witness, "server", waited_for=False),
-        python("broken", "raise SystemExit(3)"),
-        living(witness, "a", "s.recv(1); print('done')"),
-        on={"agn-optax: exit status 3": lambda: witness.release("a")},
-        on_failure="continue",
-    )
-    assert lines.of("a") == ["done"]
-    returned = {e.name: (e.returncode, e.stopped) for e in ended}
-    assert returned == {
-        "server": (-signal.SIGTERM, True),
-        "broken": (3, False),
-        "a": (0, False),
-    }
-
-
 def test_failed_server_ends_all_programs(witness):
     _, ended = launch(
         python("server", "raise SystemExit(3)", waited_for=False),
         living(witness, "a"),
-        on_failure="continue",
     )
     assert [e.returncode for e in ended] == [3, -signal.SIGTERM]
 
@@ -359,7 +341,6 @@ def test_server_that_exits_ends_all_programs(witness, restarts):
     lines, ended = launch(
         python("server", "print('enough')", waited_for=False, restarts=restarts),
         living(witness, "a"),
-        on_failure="continue",
     )
     output = "agn-optax: has ended, so the other programs are ended"
     assert lines.of("server") == ["enough", output]

@@ -11,7 +11,6 @@ RUN = """
 program = "train.py"
 arguments = ["--epochs", "3"]
 workers = 2
-on-failure = "continue"
 environment = {SEED = "7", AGN_OPTAX_TRANSPORTS = "socket,grpc"}
 
 [rule]
@@ -123,7 +122,6 @@ def test_options_may_come_before_or_after_the_file(here):
         ('memory = "2GiB"', "processes = 2", "one process on this machine"),
         ("cpus = 1", "cpus = 0", "cpus in [resources.worker] of run.toml must be"),
         ("[local]", "[local]\nrestart-delay = 1", "[local] of run.toml"),
-        ('"continue"', "'no'", "on_failure must be one of"),
         ("workers = 2", "workers = 2\ncenter-restarts = 1", "needs storage"),
         ("barrier = 2", "max-workers = 1", "max-workers of the center is 1"),
         ("workers = 2", "workers = 2\nname = 'A b'", "name of a run must be"),
@@ -133,15 +131,6 @@ def test_bad_run_files_are_rejected_before_anything_starts(here, old, new, messa
     assert old in RUN
     (here / "run.toml").write_text(RUN.replace(old, new, 1))
     assert message in " ".join(fails("launch", "run.toml", code=2).split())
-
-
-def test_existing_center_is_used(here):
-    (here / "run.toml").write_text(
-        'program = "train.py"\nworkers = 1\ncenter = "127.0.0.1:9"\n'
-    )
-    output = succeeds("launch", "run.toml", "--dry-run").splitlines()
-    assert len(output) == 2
-    assert "AGN_OPTAX_CENTER=127.0.0.1:9" in output[1]
 
 
 @pytest.mark.parametrize(

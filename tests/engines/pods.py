@@ -105,11 +105,12 @@ class Cluster:
         here = self._here(mounts)
         variables = {name: here(value) for name, value in variables.items()}
         command = [here(word) for word in container["command"]]
-        assert command[0] == "python"
+        program = {"python": sys.executable, "sh": "/bin/sh"}[command[0]]
         own = {name: os.environ[name] for name in _OURS if name in os.environ}
+        own["PATH"] = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{own['PATH']}"
         path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(self.workdir)])}
         return subprocess.Popen(  # noqa: S603 what a manifest says
-            [sys.executable, *command[1:]],
+            [program, *command[1:]],
             env=own | path | variables,
             cwd=self.workdir,
             stdout=out,

@@ -146,21 +146,6 @@ def test_certificates_are_passed_by_path(here):
     assert "--tls-ca=/keys/ca.pem" in files["end.sh"]
 
 
-def around_another_center(text, address):
-    """Return the run's file with an existing center instead of its own."""
-    text = text.replace("center-restarts = 3\n", f'center = "{address}"\n')
-    begin, end = text.index("[rule]"), text.index("[resources.worker]")
-    return text[:begin] + text[end:]
-
-
-def test_run_with_an_existing_center_is_an_array_only(here):
-    (here / "run.toml").write_text(around_another_center(RUN, "host:9"))
-    files, commands = planned()
-    assert list(files) == ["workers.sh"]
-    assert commands == ["workers=$(sbatch --parsable --array=0-1 workers.sh)"]
-    assert "export AGN_OPTAX_CENTER=host:9\n" in files["workers.sh"]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -239,9 +224,10 @@ def test_ids_of_jobs_are_not_in_the_environment_of_jobs(here):
 def run_as_task(here, setup, **environment):
     """Run the script of worker 1 here, as SLURM would; its program prints one line."""
     (here / "train.py").write_text("print('it ran')\n")
-    text = around_another_center(RUN, "127.0.0.1:9")
-    text = text.replace('["echo set up"]', json.dumps(setup))
+    text = RUN.replace('["echo set up"]', json.dumps(setup))
     (here / "run.toml").write_text(text)
+    (here / "kept").mkdir(exist_ok=True)
+    (here / "kept/center").write_text("127.0.0.1:9")  # never contacted
     variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
     (here / "script").write_text(planned()[0]["workers.sh"])
     return subprocess.run(
@@ -528,7 +514,7 @@ def test_worker_on_two_nodes_continues_after_its_time_limit(here, cluster):
         text.replace("cpus = 2", "cpus = 2\nprocesses = 2")
         + "requeue-at-limit = true\n"
     )
-    (here / "run.toml").write_text(around_another_center(text, "127.0.0.1:9"))
+    (here / "run.toml").write_text(text)
     jobs = launched()
     first = [here / f"worker-0.{process}.0" for process in range(2)]
     wait_until(lambda: all(path.exists() and path.read_text() for path in first))
@@ -568,7 +554,7 @@ if me == "worker-2":  # the last one, whose id is that of the array
 @pytest.mark.slow
 def test_failure_of_the_last_task_ends_only_it(here, cluster):
     (here / "train.py").write_text(STARTS)
-    text = around_another_center(RUN, "127.0.0.1:9").replace("a b", str(here))
+    text = RUN.replace("a b", str(here))
     (here / "run.toml").write_text(text.replace("workers = 2", "workers = 3"))
     jobs = launched()
     wait_until(lambda: not cluster.queue)

@@ -59,7 +59,7 @@ _MESSAGES = Group(MessageLimits, prefix="reject_")
         "limits": _LIMITS,
         "messages": _MESSAGES,
     },
-    everyday=("address", "journal", "save", "mode", "tokens", "page"),
+    everyday=("address", "journal", "mode", "tokens", "page"),
     modes=", ".join(_MODES),
     loopback=service.LOOPBACK,
 )
@@ -73,8 +73,6 @@ class CenterOptions:
 
     Durability:
       *journal
-      save DIRECTORY: Directory for the parameters at the end, written as a checkpoint
-        that Orbax reads; needs the extra flax.
 
     Mode:
       mode MODE [asynchronous]: When messages are applied: {modes}.
@@ -99,8 +97,6 @@ class CenterOptions:
         /metrics for Prometheus, at --page-address.
       page_address HOST:PORT [{loopback} with --page]: Address of the page; implies
         --page. Port 0 takes a free port.
-      signal_exit_code [0]: Exit code after a signal has drained the center. Set it to
-        another value than 0 for engines that restart only what has failed.
 
     Limits:
       *limits
@@ -110,14 +106,12 @@ class CenterOptions:
     """
 
     address_file: pathlib.Path | None = None
-    save: pathlib.Path | None = None
     mode: str | None = None
     tokens: pathlib.Path | None = None
     open: bool | None = None
     direct: bool | None = None
     page: bool | None = None
     page_address: str | None = None
-    signal_exit_code: int | None = None
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
@@ -128,11 +122,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     Raises:
       InvalidArgumentError: options exclude each other, or one is out of range.
     """
-    if not 0 <= (options.signal_exit_code or 0) <= 255:
-        raise errors.InvalidArgumentError(
-            "--signal-exit-code must be a whole number from 0 to 255, got "
-            f"{options.signal_exit_code}"
-        )
     for option, is_given, excluded in (
         ("--open", options.open, "tokens"),
         ("--no-page", options.page is False, "page_address"),
@@ -179,12 +168,6 @@ def access(
         f"observer * {page_token}" if page_token else "",
     ]
     return service.Access(*files, *(lines.encode() for lines in callers if lines))
-
-
-def needs_token(options: CenterOptions) -> bool:
-    """Return whether to make a token: options and environment allow no callers."""
-    lines = os.environ.get(service.tokens.TOKENS)
-    return not (options.open or options.tokens is not None or lines)
 
 
 def _mode_of(options: CenterOptions) -> Mode:

@@ -16,7 +16,7 @@ from agn_optax.ops.cli import _options, _run_file, _table
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.cli._run_file import RunOptions
-from agn_optax.ops.engines import ENGINES, Local, local_address, serving_event
+from agn_optax.ops.engines import ENGINES, local_address, serving_event
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CENTER = "center"
@@ -94,8 +94,7 @@ def launch_command(
         typer.echo("\n".join(["# Commands", *engine.commands()]))
         return
     names = [_CENTER, *engine.run.worker_names]
-    page_token = engine.page_token if isinstance(engine, Local) else ""
-    summary = engine.launch(_Output(names, json, page_token))
+    summary = engine.launch(_Output(names, json))
     if json:
         _options.print_json(summary)
     if summary["returncode"]:
@@ -110,8 +109,7 @@ def _is_file(run: Sequence[str]) -> bool:
 class _Output:
     """A printer of the lines of several programs, each after its program's name."""
 
-    def __init__(self, names: Sequence[str], stderr: bool, page_token: str) -> None:
-        self._page_token = page_token
+    def __init__(self, names: Sequence[str], stderr: bool) -> None:
         self._console = _table.console(stderr=stderr)
         if isinstance(self._console.file, io.TextIOWrapper):
             # A program may write characters that the terminal's encoding lacks.
@@ -124,7 +122,8 @@ class _Output:
             line = f"serving at {local_address(event)}"  # instead of JSON
             if page := event.get("page"):
                 line += f", page at {page}"
-                line += f" with token {self._page_token}" if self._page_token else ""
+                token = event.get("page_token")
+                line += f" with token {token}" if token else ""
         prefix = (f"{name:<{self._width}} | ", self._styles.get(name, "white"))
         try:  # keeps the program's own colors, if on a terminal
             colored = rich.text.Text.from_ansi(line)

@@ -28,7 +28,6 @@ from typer.core import TyperCommand
 
 from agn_optax import errors
 from agn_optax._internal import arguments
-from agn_optax.ops import units
 
 T = TypeVar("T")
 
@@ -83,7 +82,6 @@ class Group:
         argument, each as ``"name METAVAR [default]"``.
       needs: the option without which the options of arguments with a default have no
         effect.
-      rates: arguments in bytes per second, whose options are text such as ``1Gbit``.
 
     Attributes:
       names: names of the options, by argument.
@@ -97,23 +95,21 @@ class Group:
         prefix: str = "",
         names: Mapping[str, str] | None = None,
         needs: str = "",
-        rates: Collection[str] = (),
     ) -> None:
-        self._source, self._needs, self._rates = source, needs, rates
+        self._source, self._needs = source, needs
         self.names: dict[str, str] = {}
         self.fields: dict[str, tuple[Any, dict[str, Any]]] = {}
         parameters = inspect.signature(source).parameters
         hints, described = typing.get_type_hints(source), _argument_help(source)
         for name in only or parameters:
-            is_rate = name in rates
-            kind, metavar = (str, "RATE") if is_rate else _option_type(hints[name])
+            kind, metavar = _option_type(hints[name])
             if kind is None:
                 continue
             entry = (names or {}).get(name, prefix + name)
             option_name, described_as = _parse_entry(entry)
             default, (text, absent) = parameters[name].default, described[name]
             if default is not None:
-                absent = _default_text(default, option_name, is_rate)
+                absent = _default_text(default, option_name)
             if self._needs and default is not inspect.Parameter.empty:
                 text = f"With {needs}: {text}"
             self.names[name] = option_name
@@ -128,14 +124,12 @@ class Group:
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the arguments that the options of a record give."""
-        values, built = given(options), {}
-        for argument, name in self.names.items():
-            if name in values:
-                value = values[name]
-                if argument in self._rates:
-                    value = units.rate(value, option(name))
-                built[argument] = value
-        return built
+        values = given(options)
+        return {
+            argument: values[name]
+            for argument, name in self.names.items()
+            if name in values
+        }
 
     def build(self, options: Any, **more: Any) -> Any:
         """Call the class or function with the given arguments and ``more``."""
@@ -190,14 +184,12 @@ def _option_type(hint: Any) -> tuple[Any, str | None]:
     return next((c for c in plain if c in (bool, int, float, str)), None), None
 
 
-def _default_text(default: Any, name: str, is_rate: bool) -> str:
+def _default_text(default: Any, name: str) -> str:
     """Return a default, other than None, as ``--help`` shows it; "" to show none."""
     if default is inspect.Parameter.empty or default is False:
         return ""
     if default is True:
         return option(name).removeprefix("--")
-    if is_rate:
-        return f"{units.in_bytes(default)}/s"
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 

@@ -1,13 +1,10 @@
-"""Rules, codecs and optimizers by their names and options."""
+"""Rules by their names and options."""
 
 from __future__ import annotations
 
-import optax
-
 from agn_optax import rules
-from agn_optax._internal import check
 from agn_optax.ops.cli import _options
-from agn_optax.rules import Rule, codecs
+from agn_optax.rules import Rule
 
 
 @_options.record(
@@ -83,24 +80,6 @@ def make(options: RuleOptions) -> Rule:
         range, or does not apply to the rule or optimizer.
     """
     return rules.rule_from_settings(_options.given(options), _options.option)
-
-
-def codec(options: RuleOptions) -> codecs.Codec:
-    """Return the codec of contributions and answers.
-
-    Raises:
-      InvalidArgumentError: no codec has that name.
-    """
-    return rules.codec_from_settings(_options.given(options), _options.option)
-
-
-def inner(name: str) -> optax.GradientTransformation:
-    """Return an optimizer by its name, for the sizes of its state.
-
-    Raises:
-      InvalidArgumentError: no known optimizer has that name.
-    """
-    return check.choose(name, rules.OPTIMIZERS, "--inner")(1e-3)
 
 
 def is_given(options: RuleOptions) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax.ops import units
-from agn_optax.ops.cli import _center_options, _options, _rules, _save
+from agn_optax.ops.cli import _center_options, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
@@ -17,8 +17,8 @@ from agn_optax.service import tokens
 
 _RUN = Group(
     Run,
-    *("workers", "token_file", "tls_ca", "restarts", "center_restarts"),
-    *("stop_grace", "on_failure", "storage"),
+    *("workers", "tls_ca", "restarts", "center_restarts"),
+    *("stop_grace", "storage"),
 )
 
 
@@ -27,13 +27,10 @@ class RunOptions:
     """Options of the workers, and of how tasks are started and ended.
 
     Options:
-      center embedded|HOST:PORT [embedded]: Start a center for this run, or use the one
-        at this address.
       *run
       name [the program's name]: Name of the run.
     """
 
-    center: str | None = None
     name: str | None = None
 
 
@@ -76,8 +73,6 @@ def engine_of_file(
     """
     table = _options.load_toml(path)
     tables = {name: table.pop(name, {}) for name in _TABLES}
-    if isinstance(tables["center"], str):  # the address of a center elsewhere
-        table["center"], tables["center"] = tables["center"], {}
     values = _options.parse_table(table, str(path), _FileKeys, RunOptions)
 
     def parsed(name: str, kind: type) -> dict[str, Any]:
@@ -131,10 +126,7 @@ def engine_of_options(
             "(options after it are the program's)"
         )
     given["name"] = options.name or _name(program)
-    given["center"] = None if options.center in (None, "embedded") else options.center
-    _check(rule, center, options, given["center"])
-    if on != "local" and given.get("on_failure") == "stop":
-        raise errors.InvalidArgumentError("--on-failure stop is for --on local")
+    _check(rule, center)
     run = Run(
         program=program,
         rule=_options.given(rule),
@@ -164,30 +156,14 @@ def _resources(table: dict[str, Any], where: str) -> Resources:
     return Resources(**values)
 
 
-def _check(
-    rule: RuleOptions, center: CenterOptions, options: RunOptions, address: str | None
-) -> None:
+def _check(rule: RuleOptions, center: CenterOptions) -> None:
     """Raise for wrong options, before anything is started."""
-    if address is not None:
-        reason = f"is for an embedded center, and --center is {address}"
-        _options.reject(rule, reason)
-        _options.reject(center, reason)
-        _options.reject(options, reason, only=("center_restarts",))
-        return
-    reason = (
-        "is for --center HOST:PORT: with an embedded center every worker gets a "
-        "token of its own"
-    )
-    _options.reject(options, reason, only=("token_file",))
     if not _rules.is_given(rule):
         raise errors.InvalidArgumentError(
-            "the embedded center has no rule: give --rule NAME or --rule-from "
-            "MODULE:OBJECT, as for `agn-optax serve`; or give --center HOST:PORT"
+            "the center has no rule: give --rule NAME or --rule-from MODULE:OBJECT, "
+            "as for `agn-optax serve`"
         )
     if rule.rule_from is None:
         _rules.make(rule)
     _center_options.settings(center)
-    if center.save is not None:
-        # `serve` makes the other checks, on the machine of the center.
-        _save.check(center.save, is_here=False)
     _center_options.access(center, tokens.generate())

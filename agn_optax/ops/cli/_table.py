@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import rich.cells
 import rich.console
@@ -68,7 +68,7 @@ def _workers(center: _Status) -> rich.table.Table:
         [[title, *map(cell, workers)] for title, cell in columns.items()]
         for columns in (_FIRST, _OTHERS)
     )
-    table = next(split([*first, *reported, *others], console().width))
+    table = _fitting([*first, *reported, *others], console().width)
     table.title, table.caption = _text(_title(center)), _text(_caption(center))
     return table
 
@@ -82,38 +82,26 @@ def _text(text: str, style: str = "") -> rich.text.Text:
     return rich.text.Text("".join(shown), style=style)
 
 
-def split(
-    columns: Sequence[Sequence[str]], width: int, sections: Collection[int] = ()
-) -> Iterator[rich.table.Table]:
-    """Yield tables that fit into a width, each with some columns after the first one.
+def _fitting(columns: Sequence[Sequence[str]], width: int) -> rich.table.Table:
+    """Return a table with the first columns, as many as fit into a width.
 
     Args:
-      columns: columns with their titles; the first one is in each table.
+      columns: columns with their titles; the first one is in any table.
       width: available characters.
-      sections: numbers of the rows that begin a section.
     """
-    first, *others = columns
-    groups: list[list[Sequence[str]]] = []
-    room = 0
-    for column in others:
-        needed = _width(column)
-        if needed > room or not groups:
-            groups.append([first])
-            room = width - _width(first) - 1
-        groups[-1].append(column)
-        room -= needed
-    for group in groups:
-        table = rich.table.Table(title_justify="left")
-        for title, *_ in group:
-            table.add_column(_text(title), justify="right", no_wrap=True)
-        table.columns[0].justify = "left"
-        table.columns[0].min_width = _width(first) - 3
-        for number, row in enumerate(zip(*group, strict=True)):
-            if number in sections:
-                table.add_section()
-            if number:
-                table.add_row(*map(_text, row))
-        yield table
+    table = rich.table.Table(title_justify="left")
+    shown: list[Sequence[str]] = []
+    room = width - 1
+    for column in columns:
+        room -= _width(column)
+        if room < 0 and len(shown) > 1:
+            break
+        shown.append(column)
+        justify: Literal["left", "right"] = "right" if table.columns else "left"
+        table.add_column(_text(column[0]), justify=justify, no_wrap=True)
+    for row in zip(*(cells[1:] for cells in shown), strict=True):
+        table.add_row(*map(_text, row))
+    return table
 
 
 def _width(column: Sequence[str]) -> int:

@@ -28,8 +28,7 @@ _PATCHES = "kustomization.yaml"  # of the user, in the folder of the manifests
 # Options that the manifests set.
 _NOT_SETTINGS = (
     *("address", "direct_address", "page_address", "address_file"),
-    *("tokens", "tls_certificate", "tls_key", "tls_client_ca"),
-    *("token_file", "tls_ca"),
+    *("tokens", "tls_certificate", "tls_key", "tls_client_ca", "tls_ca"),
 )
 
 _Manifest = dict[str, Any]
@@ -55,17 +54,8 @@ _RANK = "$(AGN_OPTAX_RANK)"
 
 # The center may start after its workers, or be down when a worker is restarted. Without
 # waiting, the worker would fail, and the number of failures is limited.
-_WAIT_FOR_CENTER = """\
-import os, socket, time
-host, port = os.environ["AGN_OPTAX_CENTER"].rsplit(":", 1)
-while True:
-    try:
-        socket.create_connection((host, int(port)), 5).close()
-        break
-    except OSError as error:
-        print(f"{host}:{port}: {error}", flush=True)
-        time.sleep(2)
-"""
+_CONNECT = "import socket; socket.create_connection('{address}'.split(':'), 5)"
+_WAIT_FOR_CENTER = 'until python -c "$0"; do sleep 2; done'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,21 +94,22 @@ class Kubernetes(Engine):
         extras.require("kubernetes", "yaml")
         super().__init__(run)
         self._check()
-        self._is_encrypted = run.has_center and not run.is_insecure
+        self._is_encrypted = not run.is_insecure
         self._has_keys = self._is_encrypted or run.uses_tokens
         self._folder = pathlib.Path(f"{run.name}-kubernetes")  # also has the keys
         # Names of objects and Secrets.
         self._center, self._workers = f"{run.name}-center", f"{run.name}-workers"
+        self._address = f"{self._center}:{_PORT}"
 
     def files(self) -> Mapping[str, str]:
         """Return the manifests, and the script that makes their Secrets."""
         secrets = {_SECRETS: self._secrets()} if self._has_keys else {}
-        workers = {"workers.yaml": _yaml(self._worker_environment(), self._job())}
-        if not self.run.has_center:
-            return workers
-        center = _yaml(self._service(), self._stateful_set())
-        storage = _yaml(self._claim())
-        return {**secrets, "storage.yaml": storage, "center.yaml": center, **workers}
+        return {
+            **secrets,
+            "storage.yaml": _yaml(self._claim()),
+            "center.yaml": _yaml(self._service(), self._stateful_set()),
+            "workers.yaml": _yaml(self._worker_environment(), self._job()),
+        }
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
@@ -179,7 +170,7 @@ class Kubernetes(Engine):
         elif run.serve.get("open") and not run.is_insecure:
             problem = "an open center needs insecure = true, in a network you trust"
         else:
-            given = {**run.serve, "token_file": run.token_file, "tls_ca": run.tls_ca}
+            given = {**run.serve, "tls_ca": run.tls_ca}
             names = [name for name in _NOT_SETTINGS if given.get(name) is not None]
             if not names:
                 return
@@ -319,8 +310,7 @@ add worker {" ".join(workers[1:])}
         data |= self.run.worker_environment(_RANK)
         for name in ("AGN_OPTAX_RANK", "AGN_OPTAX_WORKER"):
             del data[name]
-        if self.run.has_center:
-            data["AGN_OPTAX_CENTER"] = f"{self._center}:{_PORT}"
+        data["AGN_OPTAX_CENTER"] = self._address
         return self._object("v1", "ConfigMap", "worker", data=data)
 
     def _job(self) -> _Manifest:
@@ -346,12 +336,11 @@ add worker {" ".join(workers[1:])}
 
     def _worker_pod(self) -> _Manifest:
         run = self.run
-        common = {"envFrom": [{"configMapRef": {"name": self._workers}}]}
         keys = self._worker_keys()
         container = {
             "name": "worker",
             "command": _escaped(run.worker_command("python")),
-            **common,
+            "envFrom": [{"configMapRef": {"name": self._workers}}],
             "env": [
                 _field("AGN_OPTAX_RANK", _INDEX_ANNOTATION),
                 _field("AGN_OPTAX_RESTARTS", _FAILURES_ANNOTATION),
@@ -367,10 +356,10 @@ add worker {" ".join(workers[1:])}
         volumes = [_secret_volume(self._workers)] if keys else []
         pod = self._pod("worker", container, volumes, mounts, run.stop_grace)
         pod["spec"]["restartPolicy"] = "Never"
-        if run.has_center:
-            command = ["python", "-c", _WAIT_FOR_CENTER]
-            wait = {"name": "wait-for-center", "command": command, **common}
-            pod["spec"]["initContainers"] = [self._secured(wait)]
+        connect = _CONNECT.format(address=self._address)
+        command = ["sh", "-c", _WAIT_FOR_CENTER, connect]
+        wait = {"name": "wait-for-center", "command": command}
+        pod["spec"]["initContainers"] = [self._secured(wait)]
         return pod
 
     def _worker_keys(self) -> list[tuple[str, str, str]]:
@@ -492,16 +481,7 @@ def _escaped(command: Iterable[str]) -> list[str]:
 
 
 def _yaml(*objects: _Manifest) -> str:
-    """Return objects as documents of YAML, with multi-line strings as blocks."""
+    """Return objects as documents of YAML."""
     import yaml  # noqa: PLC0415 an optional dependency
 
-    class Dumper(yaml.SafeDumper):
-        pass
-
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        style = "|" if "\n" in value else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Dumper.add_representer(str, text)
-    Dumper.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
-    return str(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=1000))
+    return str(yaml.safe_dump_all(objects, sort_keys=False, width=1000))

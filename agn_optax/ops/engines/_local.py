@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import signal
@@ -26,8 +25,7 @@ class Local(Engine):
     """Processes of this machine.
 
     Workers start once the center serves, and get its address. Each worker has its own
-    token, by which the center knows the worker's name. Another token is stored for this
-    user's other programs, such as ``agn-optax watch``. No token is on a command line.
+    token, by which the center knows the worker's name. No token is on a command line.
     """
 
     name = "local"
@@ -44,21 +42,17 @@ class Local(Engine):
                 f"a center that is started again (center-restarts = "
                 f"{run.center_restarts}) needs storage, from which it continues"
             )
-        # A token for each worker, one for this user's other programs, and one to paste
-        # into a browser, which allows no more than to observe.
         names = run.worker_names if run.uses_tokens else []
         self._tokens = {name: tokens.generate() for name in names}
-        self._operator_token = tokens.generate()
-        has_page = run.serve.get("page") or run.serve.get("page_address") is not None
-        self.page_token = tokens.generate() if run.uses_tokens and has_page else ""
 
     def commands(self) -> list[str]:
         """Return the commands of all processes with their environment, center first."""
         run = self.run
-        center = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
-        lines = [shlex.join(self._center_command())] if run.has_center else []
+        lines = [shlex.join(self._center_command())]
         for rank in range(run.workers):
-            environment = run.worker_environment(rank, **center).items()
+            environment = run.worker_environment(
+                rank, AGN_OPTAX_CENTER="ADDRESS"
+            ).items()
             words = [f"{name}={shlex.quote(text)}" for name, text in environment]
             lines.append(
                 " ".join([*words, shlex.join(run.worker_command(sys.executable))])
@@ -69,27 +63,9 @@ class Local(Engine):
         """Start all processes, and wait until they have ended."""
         run = self.run
         begin = time.monotonic()
-        with contextlib.ExitStack() as stored_token:
-
-            def show(name: str, line: str) -> None:
-                event = serving_event(line) if name == CENTER else {}
-                if event and run.uses_tokens:
-                    # A restarted center may listen at another port.
-                    stored_token.close()
-                    with contextlib.suppress(OSError):  # then nothing is stored
-                        address = local_address(event)
-                        token = tokens.token_file(address, self._operator_token)
-                        stored_token.enter_context(token)
-                output(name, line)
-
-            outcomes = launch.run(
-                [self._center()] if run.has_center else self._workers(),
-                output=show,
-                grace=run.stop_grace,
-                on_failure=run.on_failure,
-            )
-        code = _exit_code(outcomes, run)
-        if run.has_center and (problem := _problem(*outcomes)):
+        outcomes = launch.run([self._center()], output=output, grace=run.stop_grace)
+        code = _exit_code(outcomes)
+        if problem := _problem(*outcomes):
             code = code or 1
             output(CENTER, f"agn-optax: {problem}")
         return {
@@ -124,7 +100,7 @@ class Local(Engine):
         return Program(
             CENTER,
             self._center_command(),
-            {tokens.TOKENS: self._callers()} if run.uses_tokens else {},
+            {tokens.TOKENS: run.callers(self._tokens)} if run.uses_tokens else {},
             restarts=run.center_restarts,
             waited_for=False,
             followers=start_workers,
@@ -139,13 +115,6 @@ class Local(Engine):
             environment = run.worker_environment(rank, **variables)
             programs.append(Program(name, command, environment, run.restarts))
         return programs
-
-    def _callers(self) -> str:
-        """Return the callers' lines: each worker, this user's programs, a browser."""
-        others = [f"chief,operator * {self._operator_token}"]
-        if self.page_token:
-            others.append(f"observer * {self.page_token}")
-        return self.run.callers(self._tokens, *others)
 
 
 def _problem(center: Outcome, *workers: Outcome) -> str:
@@ -178,7 +147,7 @@ def local_address(event: Mapping[str, Any]) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def _exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
+def _exit_code(outcomes: Sequence[Outcome]) -> int:
     """Return a shell's exit code for the first program at fault; 0 if there is none.
 
     A stopped center comes last, and is at fault if SIGTERM neither drained it nor ended
@@ -190,7 +159,7 @@ def _exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
         outcome.returncode
         for outcome in outcomes
         if outcome.stopped and outcome.name == CENTER
-        if outcome.returncode not in (*drained, run.serve.get("signal_exit_code"))
+        if outcome.returncode not in drained
     ]
     code = next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code

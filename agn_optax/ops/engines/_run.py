@@ -11,8 +11,8 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.ops.launch import GRACE, OnFailure
-from agn_optax.service import INSECURE, RULE, TLS_CA, Limits, check_reachable, tokens
+from agn_optax.ops.launch import GRACE
+from agn_optax.service import INSECURE, RULE, TLS_CA, Limits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,20 +46,14 @@ class Run:
       rule: settings of the rule, by the names of the options of ``agn-optax serve``.
       serve: options of ``agn-optax serve`` beside the rule's, such as
         ``{"barrier": 2}``.
-      center: address of an existing center; None for a center of the run's own.
-      token_file: file with the workers' token, for an existing center.
       tls_ca: PEM file with the CA certificates to verify the center with; None without
         TLS.
       storage: folder that all tasks reach and that outlives them, for the center's
         journal; None for no folder.
       restarts: maximum restarts of a worker that fails.
-      center_restarts: maximum restarts of a center of the run's own, which needs
-        ``storage``.
+      center_restarts: maximum restarts of the center, which needs ``storage``.
       stop_grace: seconds for the workers to end after SIGTERM, and then for the
         center.
-      on_failure: whether to ``"stop"`` the other workers when one has failed after its
-        last restart, or to let them ``"continue"``, as they always do on other engines
-        than this machine.
       environment: environment variables of every worker.
       worker_resources, center_resources: resources of each worker, and of the center.
       settings: settings of the engine, from its own table of the run's file.
@@ -85,16 +79,13 @@ class Run:
     name: str
     program: Sequence[str]
     workers: int
-    rule: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rule: Mapping[str, Any]
     serve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    center: str | None = None
-    token_file: pathlib.Path | None = None
     tls_ca: pathlib.Path | None = None
     storage: pathlib.Path | None = None
     restarts: int = 0
     center_restarts: int = 0
     stop_grace: float = GRACE
-    on_failure: OnFailure = "stop"
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     worker_resources: Resources = dataclasses.field(default_factory=Resources)
     center_resources: Resources = dataclasses.field(default_factory=Resources)
@@ -119,30 +110,22 @@ class Run:
                 f"max-workers of the center is {limit}, and there are {self.workers} "
                 "workers"
             )
-        if self.center is not None:
-            for address in self.center.split(","):
-                check_reachable(address.strip())
-        elif not self.rule:
-            raise errors.InvalidArgumentError("the run's own center needs a rule")
-
-    @property
-    def has_center(self) -> bool:
-        """True if the run has a center of its own, as one of its tasks."""
-        return self.center is None
+        if not self.rule:
+            raise errors.InvalidArgumentError("the center of a run needs a rule")
 
     @property
     def is_insecure(self) -> bool:
-        """True if the run's own center allows plain text between machines."""
+        """True if the center allows plain text between machines."""
         return bool(self.serve.get("insecure"))
 
     @property
     def uses_tokens(self) -> bool:
-        """True if the run's own center requires tokens."""
-        return self.has_center and not self.serve.get("open")
+        """True if the center requires tokens."""
+        return not self.serve.get("open")
 
     @property
     def address_file(self) -> pathlib.Path:
-        """The file in the storage to which the run's own center writes its address."""
+        """The file in the storage to which the center writes its address."""
         assert self.storage is not None
         return self.storage.absolute() / "center"
 
@@ -156,7 +139,7 @@ class Run:
         return f"worker-{rank}"
 
     def callers(self, worker_tokens: Mapping[str, str], *others: str) -> str:
-        """Return lines with the callers of the run's own center, as in its tokens file.
+        """Return lines with the callers of the center, as in its tokens file.
 
         Args:
           worker_tokens: tokens by names of workers; the first worker may be the chief.
@@ -190,7 +173,7 @@ class Run:
         return [python, *self.program]
 
     def worker_environment(self, rank: int | str, **variables: str) -> dict[str, str]:
-        """Return the environment of a worker, without the run's own center's address.
+        """Return the environment of a worker, without the center's address.
 
         Args:
           rank: rank of the worker, or the engine's variable for it, such as
@@ -203,17 +186,12 @@ class Run:
             "AGN_OPTAX_WORKERS": str(self.workers),
             "AGN_OPTAX_WORKER": self.worker_name(rank),
             "AGN_OPTAX_PROCESSES": str(self.worker_resources.processes),
+            RULE: json.dumps(dict(self.rule)),
         }
         if self.tls_ca is not None:
             environment[TLS_CA] = str(self.tls_ca)
         if self.is_insecure:
             environment[INSECURE] = "1"
-        if self.center is not None:
-            environment["AGN_OPTAX_CENTER"] = self.center
-        if self.token_file is not None:
-            environment[tokens.TOKEN_FILE] = str(self.token_file)
-        if self.rule:
-            environment[RULE] = json.dumps(dict(self.rule))
         return {**environment, **variables}
 
 

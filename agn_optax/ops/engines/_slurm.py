@@ -172,13 +172,13 @@ class Slurm(Engine):
                 "scripts, tokens, the center's address and its journal are there"
             )
         for name in ("address_file", "journal", "tokens"):
-            if run.has_center and name in run.serve:
+            if name in run.serve:
                 raise errors.InvalidArgumentError(
                     f"{name.replace('_', '-')} of a run on SLURM is in its storage, "
                     f"and cannot be {run.serve[name]}"
                 )
         encrypts = run.serve.get("tls_certificate") is not None
-        if run.has_center and not (encrypts or run.is_insecure):
+        if not (encrypts or run.is_insecure):
             raise errors.InvalidArgumentError(
                 "between nodes, workers and center need TLS (tls-certificate and "
                 "tls-key in [center], and tls-ca at the top), or insecure = true in "
@@ -189,8 +189,6 @@ class Slurm(Engine):
 
     def files(self) -> Mapping[str, str]:
         """Return the scripts of the jobs."""
-        if not self.run.has_center:
-            return {"workers.sh": self._workers()}
         return {
             "center.sh": self._center(),
             "workers.sh": self._workers(),
@@ -200,8 +198,6 @@ class Slurm(Engine):
     def commands(self) -> list[str]:
         """Return the commands that submit the jobs."""
         array = f"--array=0-{self.run.workers - 1}"
-        if not self.run.has_center:
-            return [f"workers=$(sbatch --parsable {array} workers.sh)"]
         # Some clusters print "ID;CLUSTER".
         center, workers = '"${center%;*}"', '"${workers%;*}"'
         array += f" --dependency=after:{center}"
@@ -233,7 +229,7 @@ class Slurm(Engine):
             )
         self._prepare()
         printed = self._shell(_SUBMIT.format(commands="\n".join(self.commands())))
-        jobs = ("center", "workers", "end") if self.run.has_center else ("workers",)
+        jobs = ("center", "workers", "end")
         ids = [each.partition(";")[0] for each in printed.split()]
         for job, number in zip(jobs, ids, strict=True):
             output(job, f"job {number}")
@@ -315,10 +311,7 @@ class Slurm(Engine):
 
     def _workers(self) -> str:
         run, settings = self.run, self.settings
-        variables, wait = {}, ""
-        if run.has_center:
-            variables["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
-            wait = _WAIT_FOR_ADDRESS.format(address=shlex.quote(str(run.address_file)))
+        variables = {"AGN_OPTAX_CENTER": f"file:{run.address_file}"}
         if run.uses_tokens:
             token = self._keys / f"{run.worker_name(_INDEX)}.token"
             variables[tokens.TOKEN_FILE] = str(token)
@@ -335,7 +328,7 @@ class Slurm(Engine):
             self._begin(_TASK, run.worker_name(_INDEX)),
             self._setup(),
             "\n".join(f"export {name}={_quoted(v)}" for name, v in environment),
-            wait,
+            _WAIT_FOR_ADDRESS.format(address=shlex.quote(str(run.address_file))),
             _RUN_TASK.format(
                 command=shlex.join(command),
                 signal_task=_SIGNAL_PROCESS if needs.processes == 1 else _SIGNAL_STEPS,

@@ -6,7 +6,6 @@ the launcher is killed.
 """
 
 from agn_optax.ops.launch._launch import GRACE as GRACE
-from agn_optax.ops.launch._launch import OnFailure as OnFailure
 from agn_optax.ops.launch._launch import run
 from agn_optax.ops.launch._program import Outcome, Program
 

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Literal, get_args
 
 from agn_optax import errors
 from agn_optax._signals import handled
@@ -27,7 +26,6 @@ from agn_optax.ops.launch._program import Outcome, Program
 # Signals by which a terminal, a shell or a scheduler ends the launcher. Programs are in
 # sessions of their own, and receive these signals only if they are forwarded.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-OnFailure = Literal["stop", "continue"]
 GRACE = 10.0  # s, the default, also of runs on engines
 _POLL_INTERVAL = (
     0.02  # seconds, at most, until an end, a signal or a deadline is noticed
@@ -40,12 +38,11 @@ def run(
     output: Callable[[str, str], None],
     grace: float = GRACE,
     restart_delay: float = 1.0,
-    on_failure: OnFailure = "stop",
 ) -> list[Outcome]:
     r"""Run programs side by side until they have ended, and leave none behind.
 
     A program that fails is started again after ``restart_delay``, up to its number of
-    restarts. If a program fails after its last restart (see ``on_failure``), if the
+    restarts. If a program fails after its last restart, if the
     launcher is interrupted, or if an exception is raised, all programs are ended: by a
     signal first, and by SIGKILL after ``grace`` seconds.
 
@@ -75,9 +72,6 @@ def run(
         comes in pieces. Until ``output`` returns, programs may block in writing.
       grace: seconds from the first signal to SIGKILL.
       restart_delay: seconds before a program that failed is started again.
-      on_failure: what to do with the others when a program that is waited for has
-        failed after its last restart: ``"stop"`` them, or let them ``"continue"`` until
-        they end by themselves.
 
     Returns:
       The outcome of each program, in the order of ``programs``; followers come last.
@@ -108,11 +102,7 @@ def run(
             raise errors.InvalidArgumentError(
                 f"{what} must be a finite number of seconds from 0, got {seconds!r}"
             )
-    if on_failure not in get_args(OnFailure):
-        raise errors.InvalidArgumentError(
-            f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}"
-        )
-    supervisor = _Supervisor(output, grace, restart_delay, on_failure)
+    supervisor = _Supervisor(output, grace, restart_delay)
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with handled(_FORWARDED if is_main else (), supervisor.on_signal):
@@ -137,7 +127,6 @@ class _Supervisor:
     output: Callable[[str, str], None]
     grace: float
     restart_delay: float
-    on_failure: OnFailure
     signals: list[int] = dataclasses.field(default_factory=list)
     _forwarded: int = 0  # number of signals that were forwarded
     _states: list[_ProgramState] = dataclasses.field(default_factory=list)
@@ -265,7 +254,7 @@ class _Supervisor:
             if any(s.program.waited_for and s.is_active for s in self._states):
                 self._log(state, "has ended, so the other programs are ended")
             self._stop(signal.SIGTERM, twice=True)
-        elif has_failed and self.on_failure == "stop":
+        elif has_failed:
             self._stop(signal.SIGTERM)
 
     def _close(self, state: _ProgramState, process: Process) -> None:

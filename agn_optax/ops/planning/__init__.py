@@ -47,7 +47,7 @@ they collide, and wait longer.
 
 from agn_optax.ops.planning._cluster import Cluster, Machine
 from agn_optax.ops.planning._cost import CenterMemory, Cost, WorkerMemory
-from agn_optax.ops.planning._plan import abstract, all_reduce, built_in_rules, plan
+from agn_optax.ops.planning._plan import abstract, all_reduce, plan
 
 __all__ = [
     "CenterMemory",
@@ -57,6 +57,5 @@ __all__ = [
     "WorkerMemory",
     "abstract",
     "all_reduce",
-    "built_in_rules",
     "plan",
 ]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.ops.planning._cluster import Cluster
 from agn_optax.ops.planning._cost import CenterMemory, Cost, WorkerMemory
@@ -250,31 +250,6 @@ def abstract(parameters: float, dtype: Any = "float32") -> PyTree:
     whole, rest = divmod(count, _LARGEST_LEAF)
     sizes = [_LARGEST_LEAF] * whole + [rest] * (rest > 0)
     return [jax.ShapeDtypeStruct((size,), dtype or jnp.float32) for size in sizes]
-
-
-def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Rule]:
-    """Return every rule of `agn_optax.rules`, with settings if it needs any.
-
-    Args:
-      inner: the inner optimizer, and the center optimizer of a rule that needs one.
-      workers: number of workers, which sets the moving rate of elastic averaging.
-
-    Returns:
-      The rules, in the order of their names.
-
-    Raises:
-      InvalidArgumentError: ``workers`` is not a positive int.
-
-    Example:
-      >>> import optax
-      >>> from agn_optax import planning
-      >>> [rule.name for rule in planning.built_in_rules(optax.sgd(0.1), 4)][:2]
-      ['agn', 'agn_window']
-    """
-    workers = check.positive_int(workers, "workers")
-    wanted = {"agn": [inner], "easgd": [0.9 / workers]}
-    names = sorted(set(rules.__all__) - {"Rule"})
-    return [getattr(rules, name)(*wanted.get(name, ())) for name in names]
 
 
 def _shapes(params: PyTree) -> PyTree:
