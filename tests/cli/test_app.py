@@ -91,9 +91,10 @@ def test_flags_that_a_file_can_set_have_a_negative_form():
     }
 
 
-def test_help_names_the_extra_that_is_needed():
-    output = " ".join(succeeds("keys", "--help").replace("\u2502", " ").split())
-    assert "Needs the extra keys." in output
+@pytest.mark.parametrize(("name", "extra"), [("serve", "flax"), ("keys", "keys")])
+def test_help_names_the_extra_that_is_needed(name, extra):
+    output = " ".join(succeeds(name, "--help").replace("\u2502", " ").split())
+    assert f"eeds the extra {extra}." in output
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_everyday_options_come_first():
         for name, option in record.__options__.items()
     ]
     rule = ["rule", "center_optimizer", "learning_rate"]
-    center = ["address", "journal", "mode", "tokens", "page"]
+    center = ["address", "journal", "save", "mode", "tokens", "page"]
     assert [name for panel, name in shown if panel == "Options"] == [*rule, *center]
     panels = ["Rule", "Center optimizer", "Center", "Durability", "Mode", "Access"]
     assert list(dict.fromkeys(panel for panel, _ in shown))[1:7] == panels

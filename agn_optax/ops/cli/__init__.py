@@ -7,7 +7,10 @@ records. `run` runs programs side by side. The command needs the extra
 ``agn_optax[cli]``.
 """
 
+import contextlib
+import os
 import sys
+import threading
 
 from agn_optax import errors
 from agn_optax._internal import extras
@@ -25,4 +28,14 @@ def main() -> None:
         sys.exit(f"agn-optax: {error}")
     from agn_optax.ops.cli._app import app  # noqa: PLC0415
 
-    app(prog_name="agn-optax")
+    try:
+        app(prog_name="agn-optax")
+    except SystemExit as end:
+        others = set(threading.enumerate()) - {threading.main_thread()}
+        if end.code and not all(thread.daemon for thread in others):
+            # At exit Python joins these threads, and those of a failed save never end.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            os._exit(int(end.code))
+        raise

@@ -59,7 +59,7 @@ _MESSAGES = Group(MessageLimits, prefix="reject_")
         "limits": _LIMITS,
         "messages": _MESSAGES,
     },
-    everyday=("address", "journal", "mode", "tokens", "page"),
+    everyday=("address", "journal", "save", "mode", "tokens", "page"),
     modes=", ".join(_MODES),
     loopback=service.LOOPBACK,
 )
@@ -73,6 +73,8 @@ class CenterOptions:
 
     Durability:
       *journal
+      save DIRECTORY: Directory for the parameters at the end, written as a checkpoint
+        that Orbax reads; needs the extra flax.
 
     Mode:
       mode MODE [asynchronous]: When messages are applied: {modes}.
@@ -106,6 +108,7 @@ class CenterOptions:
     """
 
     address_file: pathlib.Path | None = None
+    save: pathlib.Path | None = None
     mode: str | None = None
     tokens: pathlib.Path | None = None
     open: bool | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax.ops import units
-from agn_optax.ops.cli import _center_options, _options, _rules
+from agn_optax.ops.cli import _center_options, _options, _rules, _save
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
@@ -166,4 +166,7 @@ def _check(rule: RuleOptions, center: CenterOptions) -> None:
     if rule.rule_from is None:
         _rules.make(rule)
     _center_options.settings(center)
+    if center.save is not None:
+        # `serve` makes the other checks, on the machine of the center.
+        _save.check(center.save, is_here=False)
     _center_options.access(center, tokens.generate())

@@ -13,7 +13,7 @@ import typer
 
 from agn_optax import errors, service
 from agn_optax._signals import handled
-from agn_optax.ops.cli import _center_options, _options, _rules
+from agn_optax.ops.cli import _center_options, _options, _rules, _save
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 
@@ -40,6 +40,8 @@ def serve(
     center = _options.with_defaults(center, values)
     center_rule = _rules.make(_options.with_defaults(rule, values))
     settings = _center_options.settings(center)
+    if center.save is not None:
+        _save.check(center.save)
     address = str(settings.get("address", service.LOOPBACK))
     # Workers that know a fixed address may call at once, so its token is stored first.
     is_fixed = service.address.is_fixed(address)
@@ -94,6 +96,11 @@ def serve(
         if signals:
             name = signal.Signals(signals[0]).name
             typer.echo(f"draining after {name}; send it again to end at once", err=True)
+    core = server.center.core
+    if center.save is not None and core.is_initialized:
+        snapshot = server.center.pull()
+        _save.write(snapshot.params, center.save)
+        typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)
 
