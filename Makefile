@@ -60,7 +60,7 @@ docs: venv ## build site/html/; notebooks run, and warnings are errors
 proto: venv ## generate the code of the service's protobuf messages
 	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto
 
-extras := cli flax grain keys kubernetes
+extras := cli flax grain keys kubernetes metrics
 lock: ## pin all dependencies with hashes (needs uv); ARGS=--upgrade takes the newest versions
 	uv pip compile --universal --python-version 3.11 --generate-hashes \
 		--group dev $(extras:%=--extra %) --quiet --no-header $(ARGS) \

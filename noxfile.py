@@ -31,7 +31,7 @@ NEEDED = (
 
 HERE = pathlib.Path(__file__).parent
 # The extras that the tests need besides the group dev; the same as in `make lock`.
-EXTRAS = "cli,flax,grain,keys,kubernetes"
+EXTRAS = "cli,flax,grain,keys,kubernetes,metrics"
 # For each extra, statements that must run with only that extra installed.
 USES = {
     "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",
@@ -42,6 +42,7 @@ USES = {
     "flax": "import flax.linen; from orbax.checkpoint import v1",
     "grain": "import grain",
     "kubernetes": "import yaml",
+    "metrics": "import prometheus_client",
 }
 
 

@@ -155,7 +155,7 @@ def test_package_works_without_any_extra(installed):
     hidden = {
         *("google", "grpc", "grpc_health"),
         *("rich", "typer", "cryptography", "flax", "orbax", "matplotlib", "sklearn"),
-        *("grain", "equinox", "chex", "yaml"),
+        *("prometheus_client", "grain", "equinox", "chex", "yaml"),
     }
     path = str(installed)
     output = run(
@@ -190,7 +190,7 @@ def test_every_package_that_a_layer_imports_is_in_an_extra():
     extras = {
         "checkpoint": ["flax"],
         "training": ["cli"],
-        "ops": ["cli", "keys", "kubernetes"],
+        "ops": ["cli", "keys", "flax", "metrics", "kubernetes"],
     }
     distributions = importlib.metadata.packages_distributions()
     for layer, modules in test_project.EXTRAS.items():

@@ -44,6 +44,8 @@ EXTRAS = {
     "ops": {
         "cryptography",
         "grpc",
+        "orbax",
+        "prometheus_client",
         "rich",
         "typer",
         "yaml",

@@ -383,6 +383,8 @@ def test_bins_of_staleness_are_narrow_and_adjacent():
     assert seen == set(range(1 << 12))
     assert len({_monitor._bin(n) for n in range(35, 65)}) > 10
     assert _monitor._bin_end(_monitor._bin(1 << 40)) < (1 << 40) * 17 / 16
+    for n in range(20):  # metrics use powers of two
+        assert _monitor._bin(1 << n) == 1 << n
 
 
 def test_event_queue_is_bounded_and_does_not_block(monkeypatch):

@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import ssl
+import sys
 import threading
 import time
 
@@ -178,9 +179,21 @@ def test_metrics_can_be_parsed_by_prometheus(open_server):
     name = 'a"n\\n\na'
     assert value("agn_optax_worker_exchanges_total", worker=name) == 1
     assert value("agn_optax_worker_reported", worker=name, name="loss") == 0.5
+    assert value("agn_optax_staleness_bucket", le="0.0") == 1
+    assert value("agn_optax_staleness_bucket", le="1.0") == 2
+    assert value("agn_optax_staleness_bucket", le="+Inf") == 2
     assert value("agn_optax_staleness_sum") == value("agn_optax_staleness_count") - 1
     assert value("agn_optax_events_total", kind="joined") == 2
     assert families["agn_optax_exchanges"].type == "counter"
+    assert all(family.documentation for family in families.values())
+
+
+def test_metrics_without_their_package_name_the_extra(open_server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    status, _, body = ask(open_server, "/metrics")
+    assert status == 501
+    assert b"pip install 'agn_optax[metrics]'" in body
+    assert ask(open_server, "/state.json")[0] == 200
 
 
 def test_foreign_host_name_is_rejected(open_server):

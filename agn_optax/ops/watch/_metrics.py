@@ -1,11 +1,11 @@
-"""Metrics of a monitored center for Prometheus.
+"""Metrics of a monitored center for Prometheus; needs agn_optax[metrics].
 
 Every number of the monitor's view is a metric, of the center or of each worker.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,39 +32,72 @@ def exposition(view: dict[str, Any]) -> bytes:
     Args:
       view: the result of `Monitor.view`.
     """
-    samples: defaultdict[str, list[str]] = defaultdict(list)
+    from prometheus_client import generate_latest  # noqa: PLC0415 only with an extra
+    from prometheus_client.registry import Collector  # noqa: PLC0415
 
-    def add(key: str, value: object, prefix: str = "", **labels: str) -> None:
-        """Add a metric if its value is a number."""
-        if isinstance(value, int | float):
-            name = f"agn_optax_{prefix}{_NAMES.get(key, key)}"
-            shown = ",".join(f'{k}="{_escaped(text)}"' for k, text in labels.items())
-            samples[name].append(f"{name}{{{shown}}} {float(value)}")
+    class ViewCollector(Collector):
+        def collect(self) -> Iterable[Any]:
+            return _families(view)
 
-    settings = {name: str(view[name]) for name in ("release", "rule", "mode")}
-    add("center_info", 1, **settings)
+    return generate_latest(ViewCollector())
+
+
+def _families(view: dict[str, Any]) -> Iterator[Any]:
+    from prometheus_client.core import (  # noqa: PLC0415
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+    )
+
+    def family(name: str, rows: Iterable[Any], *labels: str) -> Any:
+        """Return a metric; a row has label values and a number, or None to skip it."""
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        text = "A number of the center's state.json, see docs/page.md"
+        metric = kind(f"agn_optax_{name}", text, labels=labels)
+        for *values, number in rows:
+            if number is not None:
+                metric.add_metric(values, float(number))
+        return metric
+
+    info = InfoMetricFamily("agn_optax_center", "Settings of the center")
+    settings = ("release", "rule", "mode")
+    info.add_metric([], {name: view[name] for name in settings})
+    yield info
     for key, value in view.items():
-        add(key, value)
-    add("degraded", bool(view["degraded"]))
-    add("staleness_count", view["staleness"]["count"])
-    add("staleness_sum", view["staleness"]["sum"])
-    for limit, number in view["rejected"].items():
-        add("rejected", number, by=limit)
-    for kind, number in view["event_counts"].items():
-        add("events_total", number, kind=kind)
-    for worker in view["workers"]:
-        if not worker["end_reason"]:
-            for key, value in worker.items():
-                add(key, value, "worker_", worker=worker["name"])
-            for label, value in worker["reported"].items():
-                add("worker_reported", value, worker=worker["name"], name=label)
-    return "".join(
-        f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n"
-        + "".join(f"{sample}\n" for sample in lines)
-        for name, lines in samples.items()
-    ).encode()
+        if isinstance(value, int | float):
+            yield family(_NAMES.get(key, key), [(value,)])
+    yield family("degraded", [(bool(view["degraded"]),)])
+    yield family("rejected_total", view["rejected"].items(), "by")
+    yield family("events_total", view["event_counts"].items(), "kind")
+
+    staleness = HistogramMetricFamily(
+        "agn_optax_staleness", "Staleness of applied messages, in center updates"
+    )
+    staleness.add_metric([], _buckets(view["staleness"]), view["staleness"]["sum"])
+    yield staleness
+
+    workers = [worker for worker in view["workers"] if not worker["end_reason"]]
+    rows: dict[str, list[Any]] = {}
+    for worker in workers:
+        for key, value in worker.items():
+            if isinstance(value, int | float):
+                rows.setdefault(key, []).append((worker["name"], value))
+    for key, numbers in rows.items():
+        yield family(f"worker_{_NAMES.get(key, key)}", numbers, "worker")
+    reported = [
+        (worker["name"], name, value)
+        for worker in workers
+        for name, value in worker["reported"].items()
+    ]
+    yield family("worker_reported", reported, "worker", "name")
 
 
-def _escaped(text: str) -> str:
-    """Return the value of a label as the format wants it."""
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+def _buckets(staleness: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return cumulative counts; their bounds are also bounds of the view's bins."""
+    bins = staleness["bins"]
+    counts = [
+        (str(float(bound)), sum(b["count"] for b in bins if b["to"] <= bound))
+        for bound in [(1 << n) - 1 for n in range(11)]
+    ]
+    return [*counts, ("+Inf", staleness["count"])]

@@ -26,6 +26,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from agn_optax import errors
+from agn_optax._internal import extras
 from agn_optax.ops.watch import _metrics
 from agn_optax.ops.watch._monitor import Monitor
 from agn_optax.service import Listener, Servicer, Tls, sockets, timed
@@ -226,6 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         caller.check("Status")
         if path == "/state.json":
             return HTTPStatus.OK, "application/json", page.state(), _EMPTY_POLICY
+        extras.require("metrics", "prometheus_client")
         return HTTPStatus.OK, _metrics.CONTENT_TYPE, page.metrics(), _EMPTY_POLICY
 
     def _is_for_this_machine(self) -> bool:
@@ -269,6 +271,8 @@ def _status_of(error: Exception) -> HTTPStatus:
             return HTTPStatus.FORBIDDEN if is_known else HTTPStatus.UNAUTHORIZED
         case errors.CenterUnreachableError():
             return HTTPStatus.SERVICE_UNAVAILABLE
+        case errors.MissingExtraError():
+            return HTTPStatus.NOT_IMPLEMENTED
     _log.error("a request for the page failed", exc_info=error)
     return HTTPStatus.INTERNAL_SERVER_ERROR
 
