@@ -2,7 +2,9 @@
 
 import io
 import json
+import pathlib
 import re
+import shlex
 
 import optax
 import pytest
@@ -15,6 +17,14 @@ from agn_optax.ops.cli import _plan
 
 PLAN = ("plan", "--parameters=1.3e9", "--step-time=0.8", "--bandwidth=1Gbit")
 ADAM = ("--center-optimizer=adam", "--learning-rate=1e-3")
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("page", ["planning", "scale"])
+def test_commands_of_the_pages_run(page):
+    text = (DOCS / f"{page}.md").read_text().replace("\\\n", "")
+    command = re.search(r"```console\nagn-optax (plan .*?)```", text, re.DOTALL)
+    assert "diloco" in succeeds(*shlex.split(command.group(1)))
 
 
 def test_plan_prints_a_table_of_a_rule():
