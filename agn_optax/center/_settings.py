@@ -78,7 +78,7 @@ class CenterSettings:
             )
 
     def _check_limits(self) -> None:
-        # A subclass has limits that would be ignored.
+        # A subclass, `service.Limits`, has further limits, which would be ignored.
         if self.limits is not None and type(self.limits) is not Limits:
             raise errors.InvalidTypeError(
                 "limits must be agn_optax.center.Limits(...), not those of a served "

@@ -1,8 +1,8 @@
 """The records of an exchange: the submission of a worker, and the center's answer.
 
-Session, wire, core, ledger, store and journal pass on their plain fields by name. A new
-field is therefore added only here, and in center.proto if it is sent over a network.
-Append it last: callers may pass the others by position.
+Session, wire, core, ledger, store and journal pass on a record's plain fields by name.
+A new field is therefore added only here, and in center.proto if it is sent over a
+network. Append it last: callers may pass the others by position.
 """
 
 from __future__ import annotations

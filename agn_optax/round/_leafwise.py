@@ -1,10 +1,11 @@
 """Exchanges of a few leaves at a time, where that saves memory and memory traffic.
 
-An exchange of the whole model in one loop (`_collectives.when`) carries everything that
-it changes: updates that would otherwise never be written to memory, or the difference
-by which two arrays move. These need memory of the model's size, which the operating
-system allocates anew at every call, and allocating it takes longer than filling it.
-With a loop for each group of leaves, one after the other, only one group needs memory.
+An exchange of the whole model in one loop (`_collectives.when`) keeps intermediate
+results in memory: updates that would otherwise be fused with their addition to the
+parameters, or the difference by which both worker and center move. They have the
+model's size. The operating system allocates that memory anew at every call, which takes
+longer than filling it. With a loop for each group of leaves, one after the other, only
+one group needs memory.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def when(
     Args:
       due: whether to act; None means always, without a loop for the whole tree.
       act: makes a new carry, also from trees with None in place of some leaves.
-      carry: the values that ``act`` changes: a tree like the parameters (if ``due`` is
-        given, one that has not been written to memory yet), and a state.
+      carry: the values that ``act`` changes: a tree like the parameters, and a state.
+        If ``due`` is given, the tree should be an intermediate result of the program,
+        such as updates, which need not be written to memory as a whole.
       params: a tree that ``act`` reads as well; its leaves are grouped.
       count: an int32 scalar that is never negative, which XLA cannot know.
       is_leafwise: returns whether the result for a leaf depends on that leaf alone.

@@ -1,9 +1,9 @@
-"""The only reading of traced programs: the axes over which they have collectives.
+"""Find the axes over which a traced program has collectives, by reading its jaxpr.
 
 An operation is a collective if its parameter ``axes`` or ``axis_name`` names an axis;
 ``axis_index`` alone does not communicate. JAX does not promise these names.
-tests/towers/test_reading.py fails if a JAX has a collective that is not found here, or
-names the parameters in another way.
+tests/towers/test_reading.py fails if a version of JAX has a collective that is not
+found here, or other names for these parameters. No other module inspects operations.
 """
 
 from __future__ import annotations

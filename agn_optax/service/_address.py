@@ -31,8 +31,8 @@ def client_options(address: str) -> list[tuple[str, Any]]:
         *OPTIONS,
         ("grpc.max_receive_message_length", _MAX_MESSAGE),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # The timeout of one attempt, including the handshakes of TCP, TLS and HTTP.
-        # gRPC calls it a backoff, but an attempt that is rejected ends at once.
+        # In spite of its name, the timeout of one attempt to connect, with the
+        # handshakes of TCP, TLS and HTTP. A refused connection fails before that.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         # A channel that replaces a silent channel must open a new socket.

@@ -9,7 +9,7 @@
 and if local steps go on while a message is in flight
 
     send        make the contribution, and begin the next round
-    continue_without_answer  begin the next round; the contribution was made before
+    continue_without_answer  begin the next round while the message is retried
     receive     adopt the answer, and keep the local steps made since the message
 """
 
@@ -71,8 +71,8 @@ def programs(
     # For contributions the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
     # True if local steps since the message are kept in full, not mixed. A rule that
-    # adopts the center before the message moves worker and center by one difference,
-    # which is taken when the message is sent.
+    # adopts the center before the message (easgd) moves worker and center by the same
+    # difference, computed from the parameters as sent: later steps must not change it.
     keeps_progress = not delay or rule.adopts == "before"
     # True if the sent parameters can be recovered from the contribution.
     recovers = rounds.recovers(rule)
