@@ -13,7 +13,7 @@ from helpers.commands import PATIENCE, fails, python, serve
 from helpers.support import assert_identical
 from orbax.checkpoint import v1 as ocp
 
-from agn_optax import errors, rules
+from agn_optax import errors, rules, service
 from agn_optax.center import Submission
 from agn_optax.ops.cli import _save
 
@@ -75,10 +75,9 @@ def test_orbax_is_not_called_where_no_directory_can_be_made(
 
 
 LOSES_ITS_FOLDER = """
-import pathlib, shutil, sys
-import jax.numpy as jnp
+import shutil
 from orbax.checkpoint import v1
-from agn_optax.ops.cli import _save
+from agn_optax.ops import cli
 
 save = v1.save
 
@@ -88,25 +87,28 @@ def lose_and_save(to, params):
     save(to, params)
 
 v1.save = lose_and_save
-_save.write({"w": jnp.zeros(3)}, pathlib.Path(sys.argv[1]))
+cli.main()
 """
 
 
 @pytest.mark.slow
-def test_process_whose_save_failed_ends(tmp_path):
+def test_center_whose_save_failed_ends(tmp_path, params):
     """Without a directory Orbax leaves threads that wait for it."""
-    to = tmp_path / "folder/to"
-    arguments, environment = python("-c", LOSES_ITS_FOLDER, to)
-    result = subprocess.run(  # noqa: S603 our own program
-        arguments,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert result.returncode == 1, result.stderr
-    assert f"DurabilityError: cannot write {to}: " in result.stderr
+    to, address = tmp_path / "folder/to", f"unix:{tmp_path}/center"
+    options = [*AGN, "--open", f"--address={address}", f"--save={to}"]
+    arguments, environment = python("-c", LOSES_ITS_FOLDER, "serve", *options)
+    with subprocess.Popen(  # noqa: S603 our own program
+        arguments, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            with service.connect(address, RULE, timeout=PATIENCE) as center:
+                center.initialize(params, worker="anna")
+            process.send_signal(signal.SIGTERM)
+            _, output = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+    assert process.returncode == 1, output
+    assert f"agn-optax: cannot write {to}: " in output
 
 
 def test_serve_saves_its_center_when_it_ends(tmp_path, params):

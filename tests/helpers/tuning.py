@@ -58,6 +58,11 @@ def set_waiting_interval(monkeypatch, seconds, longest):
     monkeypatch.setattr(_servicer, "MAX_WAIT", longest)
 
 
+def set_transfer_timeout(monkeypatch, seconds):
+    """Let a center end transfers after these seconds without progress."""
+    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", seconds)
+
+
 def set_call_burst(monkeypatch, tokens):
     """Set how many calls a caller may make at once beyond its rate."""
     monkeypatch.setattr(_call_limits, "BURST", tokens)

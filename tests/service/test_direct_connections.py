@@ -850,7 +850,8 @@ def unread(server, transport, frames):
 @pytest.mark.parametrize(
     "transport", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
 )
-def test_stop_does_not_wait_for_a_peer_that_does_not_read(transport):
+def test_stop_does_not_wait_for_a_peer_that_does_not_read(transport, monkeypatch):
+    tuning.set_transfer_timeout(monkeypatch, 2.0)
     params = {"w": jnp.ones(10_000_000)}
     with served("grpc", params=params) as (server, _):
         frames = a_message(_trees.schema_of(params))
