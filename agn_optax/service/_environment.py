@@ -52,15 +52,15 @@ class Environment(NamedTuple):
         """The rule of the center that `launch` has started (``AGN_OPTAX_RULE``).
 
         Raises:
-          MissingArgumentError: the variable is not set: `launch` did not start this
-            worker.
+          MissingArgumentError: the variable is not set, because `launch` did not start
+            the center.
           InvalidArgumentError: the variable's value is not valid.
         """
         text = os.environ.get(RULE)
         if text is None:
             raise errors.MissingArgumentError(
-                f"{RULE} is not set: `agn-optax launch` sets it. Make the rule of the "
-                "center in this program"
+                f"{RULE} is not set: `agn-optax launch --rule ...` sets it only if it "
+                "starts the center itself. Make the rule of the center in this program"
             )
         settings = None
         with contextlib.suppress(ValueError):
