@@ -32,8 +32,6 @@ ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
 _MIN_TOKEN = 16  # characters
 
-Path = str | os.PathLike[str]
-
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
@@ -96,7 +94,7 @@ class Access:
     | role | may |
     | --- | --- |
     | observer | see status and health |
-    | reader | also pull the parameters, and measure the network path |
+    | reader | also pull the parameters |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
     | operator | do what a reader may, and drain the center |
@@ -124,7 +122,7 @@ class Access:
       Exchange needs the role worker or chief, and the caller is reader under any name
     """
 
-    def __init__(self, *tokens: bytes | Path) -> None:
+    def __init__(self, *tokens: bytes | str | os.PathLike[str]) -> None:
         for source in tokens:
             if not isinstance(source, bytes | str | os.PathLike):
                 raise errors.InvalidTypeError(
@@ -204,7 +202,9 @@ class Authenticator:
         return self.caller(token, host)
 
 
-def _add_callers(source: bytes | Path, callers: dict[bytes, Caller]) -> None:
+def _add_callers(
+    source: bytes | str | os.PathLike[str], callers: dict[bytes, Caller]
+) -> None:
     """Add the callers of a source, by the hashes of their tokens.
 
     Raises:
@@ -249,7 +249,7 @@ def _add_callers(source: bytes | Path, callers: dict[bytes, Caller]) -> None:
         )
 
 
-def _name(source: bytes | Path) -> str:
+def _name(source: bytes | str | os.PathLike[str]) -> str:
     return "the tokens" if isinstance(source, bytes) else str(source)
 
 

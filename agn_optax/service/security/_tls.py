@@ -11,7 +11,6 @@ import grpc
 
 from agn_optax import errors
 from agn_optax.service import _address
-from agn_optax.service.security._access import Path
 
 # Environment variables that name the files of a worker without TLS settings.
 TLS_CA, CERTIFICATE = "AGN_OPTAX_TLS_CA", "AGN_OPTAX_TLS_CERTIFICATE"
@@ -38,9 +37,9 @@ class Tls(NamedTuple):
       'center.pem'
     """
 
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
+    ca: str | os.PathLike[str] | None = None
+    certificate: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
 
     def client_credentials(self) -> grpc.ChannelCredentials:
         """Return gRPC credentials for a client."""
@@ -94,7 +93,9 @@ class Tls(NamedTuple):
 
 
 def tls(
-    ca: Path | None = None, certificate: Path | None = None, key: Path | None = None
+    ca: str | os.PathLike[str] | None = None,
+    certificate: str | os.PathLike[str] | None = None,
+    key: str | os.PathLike[str] | None = None,
 ) -> Tls:
     """Make a `Tls`, and check that its files exist and match.
 
@@ -162,5 +163,5 @@ def check(tls: Any, insecure: bool, *addresses: str) -> None:
             )
 
 
-def _read(file: Path | None) -> bytes | None:
+def _read(file: str | os.PathLike[str] | None) -> bytes | None:
     return None if file is None else pathlib.Path(file).read_bytes()
