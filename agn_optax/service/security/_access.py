@@ -96,7 +96,7 @@ class Access:
     | role | may |
     | --- | --- |
     | observer | see status and health |
-    | reader | also pull the parameters, and measure the network path |
+    | reader | also pull the parameters |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
     | operator | do what a reader may, and drain the center |
@@ -165,7 +165,7 @@ class Authenticator:
     """The authenticator of a server, for all transports.
 
     A connection without gRPC begins with a key. A caller is given its key in an earlier
-    call over gRPC, and the key stands for the credentials of that call.
+    call over gRPC, and the key stands for the token of that call.
 
     Args:
       access: the access control; None admits everybody.
