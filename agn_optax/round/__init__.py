@@ -28,6 +28,7 @@ from agn_optax.round._forms import exchange_every as exchange_every
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
 from agn_optax.round._fragments import Fragments as Fragments
+from agn_optax.round._fragments import FragmentsState as FragmentsState
 from agn_optax.round._optimizers import agn as agn
 from agn_optax.round._optimizers import agn_window as agn_window
 from agn_optax.round._optimizers import average as average
@@ -40,6 +41,7 @@ from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._reading import axes_of_collectives as axes_of_collectives
 from agn_optax.round._round import ExchangeState as ExchangeState
+from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import contribution_like as contribution_like
 from agn_optax.round._slots import slots as slots
