@@ -49,18 +49,17 @@ class Environment(NamedTuple):
 
     @property
     def rule(self) -> rules.Rule:
-        """The rule of the center that `launch` has started (``AGN_OPTAX_RULE``).
+        """The rule of the center, from ``AGN_OPTAX_RULE``, which `launch` sets.
 
         Raises:
-          MissingArgumentError: the variable is not set, because `launch` did not start
-            the center.
+          MissingArgumentError: the variable is not set.
           InvalidArgumentError: the variable's value is not valid.
         """
         text = os.environ.get(RULE)
         if text is None:
             raise errors.MissingArgumentError(
-                f"{RULE} is not set: `agn-optax launch --rule ...` sets it only if it "
-                "starts the center itself. Make the rule of the center in this program"
+                f"{RULE} is not set: start this program with `agn-optax launch`, which "
+                "sets it, or make the rule of the center in this program"
             )
         settings = None
         with contextlib.suppress(ValueError):

