@@ -144,8 +144,8 @@ class Checks:
         if "Exchange" in calls:
             return "ok", "this end may exchange"
         return "warning", (
-            f"this end may only call {', '.join(calls)}: a worker needs a token or "
-            "certificate with the role worker or chief"
+            f"this end may only call {', '.join(calls)}: a worker needs a token "
+            "with the role worker or chief"
         )
 
     def _check_release(self) -> _Outcome:

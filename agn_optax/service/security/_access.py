@@ -90,13 +90,13 @@ class Access:
         # roles         name      token
         chief           worker-0  8c1f...
         worker          worker-1  90ab...
-        worker          worker-1  d2e7...   # a second token, such as of a new key
+        worker          worker-1  d2e7...   # a second token of this worker
         observer,reader *         77d0...   # * is any name
 
     | role | may |
     | --- | --- |
     | observer | see status and health |
-    | reader | also pull the parameters, and measure the network path |
+    | reader | also pull the parameters |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
     | operator | do what a reader may, and drain the center |
