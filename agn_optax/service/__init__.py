@@ -19,7 +19,6 @@ from agn_optax.service import center_pb2 as messages  # noqa: F401
 from agn_optax.service import wire as wire
 from agn_optax.service._environment import RULE as RULE
 from agn_optax.service._environment import Environment, environment
-from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
 from agn_optax.service._watchdog import timed as timed
 from agn_optax.service.client._client import INSECURE as INSECURE
@@ -29,7 +28,6 @@ from agn_optax.service.security import _handshake as handshake  # noqa: F401
 from agn_optax.service.security import _token as tokens  # noqa: F401
 from agn_optax.service.security._access import EVERYBODY as EVERYBODY
 from agn_optax.service.security._access import Access
-from agn_optax.service.security._access import Caller as Caller
 from agn_optax.service.security._tls import TLS_CA as TLS_CA
 from agn_optax.service.security._tls import Tls, tls
 from agn_optax.service.server._server import DEFAULT_GRACE as DEFAULT_GRACE

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from helpers import sessions, shared
 from helpers.commands import fails, succeeds
 
@@ -111,7 +111,7 @@ def write_authority(folder, key, password=None):
         .not_valid_before(now)
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.BasicConstraints(True, None), critical=True)
-        .sign(key, hashes.SHA256())
+        .sign(key, hashes.SHA256() if isinstance(key, rsa.RSAPrivateKey) else None)
     )
     pem = serialization.Encoding.PEM
     encryption = (
@@ -137,10 +137,18 @@ def test_authority_can_have_a_key_of_rsa(tmp_path):
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="anna")
 
 
-def test_key_with_a_password_is_rejected(tmp_path):
-    key = rsa.generate_private_key(65537, 2048)
-    write_authority(tmp_path, key, b"secret")
+@pytest.mark.parametrize(
+    ("key", "password"),
+    [
+        (rsa.generate_private_key(65537, 2048), b"secret"),
+        (ed25519.Ed25519PrivateKey.generate(), None),
+    ],
+    ids=["password", "ed25519"],
+)
+def test_key_of_an_authority_that_cannot_be_used_is_rejected(tmp_path, key, password):
+    write_authority(tmp_path, key, password)
     assert "cannot read" in fails("keys", tmp_path, "--worker=anna", code=2)
+    assert not (tmp_path / "tokens").exists()
     assert not (tmp_path / "anna.key").exists()
 
 

@@ -281,15 +281,23 @@ def test_pods_of_a_job_know_their_rank_and_restarts(environment):
         assert me.rule.name == "downpour"
 
 
-def test_more_workers_leave_pod_templates_unchanged():
-    few, more = (objects(FORMS["plain"].replace("= 3", n)) for n in ("= 3", "= 9"))
+@pytest.mark.parametrize(
+    ("form", "changed"),
+    [
+        ("plain", {"ConfigMap", "Job", "StatefulSet"}),
+        ("in the open", {"ConfigMap", "Job"}),
+    ],
+)
+def test_more_workers_leave_running_workers_and_restart_a_center_with_tokens(
+    form, changed
+):
+    few, more = (objects(FORMS[form].replace("= 3", n)) for n in ("= 3", "= 9"))
     job, larger = one(few, "Job")["spec"], one(more, "Job")["spec"]
     assert larger["completions"] == larger["parallelism"] == 9
     assert job["template"] == larger["template"]
     assert one(more, "ConfigMap")["data"]["AGN_OPTAX_WORKERS"] == "9"
-    rest = [[x for x in made if x["kind"] != "Job"] for made in (few, more)]
-    for before, after in zip(*rest, strict=True):
-        assert before == after or before["kind"] == "ConfigMap"
+    pairs = zip(few, more, strict=True)
+    assert {before["kind"] for before, after in pairs if before != after} == changed
 
 
 def test_environment_values_are_not_expanded():

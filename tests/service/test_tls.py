@@ -173,8 +173,9 @@ def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
     [
         ({"tls": Tls()}, "needs both"),
         ({"tls": Tls(certificate="c.pem")}, "go together"),
-        ({"tls": Tls(None, "no such file", "k")}, "cannot be used.*no such file"),
+        ({"tls": Tls(None, "no such file", "k")}, "cannot be used.*: 'no such file'"),
         ({"tls": Tls(None, __file__, __file__)}, "cannot be used"),
+        ({"tls": Tls(None, "c.pem", b"secret")}, "key must be the path.*got bytes"),
         ({"tls": True}, "tls must be a Tls"),
     ],
 )

@@ -115,6 +115,14 @@ def test_missing_tls_settings_raise_over_a_unix_socket(authority, tmp_path):
         service.connect(address, RULE, timeout=LIMIT)
 
 
+def test_missing_certificate_is_a_reason_and_no_error(authority):
+    settings = authority.issue("/CN=center")
+    with center(settings) as address:
+        mine = settings._replace(key="no such file")
+        reason = service.handshake.failure_reason(address, mine)
+    assert "no such file" in reason
+
+
 def test_server_that_does_not_answer_is_unreachable(authority):
     port = ports.free()
     with socket.create_server((ports.HOST, port)):

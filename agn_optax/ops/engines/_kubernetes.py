@@ -83,7 +83,8 @@ class Kubernetes(Engine):
     """Pods on Kubernetes: a StatefulSet and an Indexed Job.
 
     Submitted pods run by themselves. A run that is submitted again is changed to its
-    new description: if workers are added, the others continue.
+    new description. If workers are added, the others continue, and the center restarts
+    to read the new tokens.
     """
 
     name = "kubernetes"
@@ -250,7 +251,6 @@ add worker {" ".join(workers[1:])}
         claim = {"persistentVolumeClaim": {"claimName": self._center}}
         volumes, mounts = [{"name": "storage", **claim}], [_mount("storage", storage)]
         if self._has_keys:
-            # Mounted as a whole, so that the center sees the keys of new workers.
             volumes.append(_secret_volume(self._center))
             mounts.append(_mount("keys", _KEYS, readOnly=True))
         container = {
@@ -269,11 +269,16 @@ add worker {" ".join(workers[1:])}
         }
         # A drain lasts until the last answers are sent, at most DEFAULT_GRACE.
         grace = max(DEFAULT_GRACE, self.run.stop_grace)
+        template = self._pod("center", container, volumes, mounts, grace)
+        if self.run.uses_tokens:
+            # A center reads its tokens once: another number of workers restarts it.
+            workers = {"agn-optax/workers": str(self.run.workers)}
+            template["metadata"]["annotations"] = workers
         spec = {
             "replicas": 1,
             "serviceName": self._center,
             "selector": {"matchLabels": self._labels("center")},
-            "template": self._pod("center", container, volumes, mounts, grace),
+            "template": template,
         }
         return self._object("apps/v1", "StatefulSet", "center", spec=spec)
 

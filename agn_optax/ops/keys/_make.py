@@ -7,11 +7,10 @@ import ipaddress
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509 import oid
 
 from agn_optax import errors
@@ -42,7 +41,7 @@ def make(
             line = f"{role} {name} {token}\n"
             authority.write("tokens", line.encode(), adds=True)
             authority.write(f"{name}.token", f"{token}\n".encode())
-            authority.issue(name, role=role)
+            authority.issue(name)
     return list(dict.fromkeys(authority.written))
 
 
@@ -98,32 +97,30 @@ class _Authority:
             self._subject = x509.load_pem_x509_certificate(pem.read_bytes()).subject
             try:
                 loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+                if not isinstance(
+                    loaded, rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
+                ):
+                    raise TypeError(f"it is of RSA or EC, got {type(loaded).__name__}")
             except (TypeError, ValueError) as error:  # TypeError: it has a password
                 raise errors.InvalidArgumentError(
                     f"cannot read {key}: {error}"
                 ) from None
-            self._key: Any = loaded
+            self._key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey = loaded
         else:
-            self._subject = x509.Name(
-                [x509.NameAttribute(oid.NameOID.COMMON_NAME, "ca")]
-            )
+            self._subject = _subject("ca")
             own = self._key = ec.generate_private_key(ec.SECP256R1())
             # The authority must outlive the certificates that it signs.
             self._sign("ca", own, self._subject, 10 * self._days, is_ca=True)
 
-    def issue(self, name: str, *, role: str = "", hosts: Sequence[str] = ()) -> None:
+    def issue(self, name: str, *, hosts: Sequence[str] = ()) -> None:
         """Make a certificate and its key, in two files."""
-        attributes = [x509.NameAttribute(oid.NameOID.COMMON_NAME, name)]
-        if role:
-            unit = oid.NameOID.ORGANIZATIONAL_UNIT_NAME
-            attributes.append(x509.NameAttribute(unit, role))
         use = oid.ExtendedKeyUsageOID
         purpose = use.SERVER_AUTH if hosts else use.CLIENT_AUTH
         extensions: list[x509.ExtensionType] = [x509.ExtendedKeyUsage([purpose])]
         if hosts:
             extensions.append(x509.SubjectAlternativeName(map(_host, hosts)))
         key = ec.generate_private_key(ec.SECP256R1())
-        self._sign(name, key, x509.Name(attributes), self._days, *extensions)
+        self._sign(name, key, _subject(name), self._days, *extensions)
 
     def write(
         self, name: str, content: bytes, mode: int = 0o600, *, adds: bool = False
@@ -184,6 +181,10 @@ class _Authority:
         certificate = builder.sign(self._key, hashes.SHA256())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.write(f"{file}.pem", pem, mode=0o644)
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(oid.NameOID.COMMON_NAME, name)])
 
 
 def _host(name: str) -> x509.GeneralName:

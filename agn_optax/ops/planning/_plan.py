@@ -167,8 +167,8 @@ def all_reduce(
       params: as for `plan`.
       cluster: the workers and their links; there is no center.
       inner: the optimizer.
-      codec: a cast of the gradients, as `agn_optax.all_reduce` takes it. With any other
-        codec, or None, gradients are sent as they are.
+      codec: a cast of the gradients before they are reduced. With any other codec, or
+        None, gradients are sent as they are.
 
     Returns:
       The cost, with a period of 1; ``hidden_period`` is None if a step is shorter than

@@ -88,7 +88,7 @@ class Access:
         # roles         name      token
         chief           worker-0  8c1f...
         worker          worker-1  90ab...
-        worker          worker-1  d2e7...   # a second token, such as of a new key
+        worker          worker-1  d2e7...   # a second token of this worker
         observer,reader *         77d0...   # * is any name
 
     | role | may |

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 
+from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service.security._tls import Tls
 
@@ -44,6 +45,8 @@ def failure_reason(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> 
             sock.sendall(_PREFACE)
             if sock.recv(1):
                 return ""
+    except errors.InvalidArgumentError as error:  # files have changed meanwhile
+        return str(error)
     except OSError as error:
         is_tls = isinstance(error, ssl.SSLError)
         if not is_greeted and tls is not None and is_tls:

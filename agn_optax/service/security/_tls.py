@@ -65,7 +65,14 @@ class Tls(NamedTuple):
 
         Raises:
           InvalidArgumentError: a file is missing or not valid, or they do not match.
+          InvalidTypeError: a field is not a path.
         """
+        for name, file in self._asdict().items():
+            if not isinstance(file, str | os.PathLike | None):
+                # The value is not shown: it may be the key itself.
+                raise errors.InvalidTypeError(
+                    f"{name} must be the path of a PEM file, got {type(file).__name__}"
+                )
         has_pair = self.certificate is not None and self.key is not None
         if not has_pair and (serves or self.certificate != self.key):
             raise errors.InvalidArgumentError(
@@ -77,6 +84,8 @@ class Tls(NamedTuple):
         )
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
+            for file in self:
+                _read(file)  # its errors name the file, unlike those of ssl
             if self.ca is not None:
                 context.verify_mode = ssl.CERT_REQUIRED  # the default for clients
                 context.load_verify_locations(self.ca)
