@@ -189,4 +189,4 @@ def test_whole_program_trains_with_two_workers(options, program, tmp_path, monke
     rule = eval(rule, names)  # noqa: S307 our own text
     commands.serve(address, rule, *shlex.split(options), then=run)
     assert all(scope["worker"].exchanges > 0 for scope in scopes)
-    assert {path.name for path in tmp_path.iterdir()} & {"kept", "model"}
+    assert {path.name for path in tmp_path.iterdir()} & {"kept", "center.npz"}
