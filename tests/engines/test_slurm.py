@@ -565,6 +565,7 @@ def test_failure_of_the_last_task_ends_only_it(here, cluster):
         return sorted((here / "starts").read_text().split())
 
     assert starts() == ["worker-0", "worker-1", "worker-2", "worker-2"]
+    (here / "kept/center").write_text("127.0.0.1:9")  # never contacted
     # The whole array is requeued; finished workers do not run again.
     cluster("scontrol", "requeue", jobs["workers"])
     wait_until(lambda: starts().count("worker-2") == 3)
