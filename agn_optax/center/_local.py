@@ -30,7 +30,7 @@ class LocalCenter:
       rule: the rule.
       center_id: the center id, for workers. A center that continues from disk keeps its
         id, unless updates were lost.
-      core: the core, for a server of this center or a parent center.
+      core: the core, for a server of this center.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
