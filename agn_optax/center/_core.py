@@ -362,7 +362,7 @@ class Core:
         """Place a contribution on the center's device, and measure its message."""
         store = self.store
         contribution = store.check_and_place(submission.contribution)
-        # The core does not use the fields `reported` and `anchor`.
+        # The core does not use the field `reported`.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
             norm: Any = store.norm(contribution, version.params)

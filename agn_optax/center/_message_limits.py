@@ -1,7 +1,6 @@
 """Message limits: their settings, and the decision which messages are rejected.
 
-Like the ledger, which calls it, this module holds no arrays, no
-lock and no clock.
+Like the ledger, which calls it, this module holds no arrays, no lock and no clock.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
 _MAX_NORMS = 100  # maximum number of norms in the median
-MAX_NORM = 2.0**64  # rounded: the square root of the largest number of float32
+MAX_NORM = 1e17  # float32 can sum the squares of 34,000 such messages
 _MIN_NORMS = 10  # applied messages before a norm is compared with the median
 
 
@@ -31,11 +30,12 @@ class MessageLimits:
 
     Args:
       nonfinite: reject messages that are not finite or far too large: their norm is
-        beyond 1.8e19, the square root of the largest number of float32, so that the
-        squares in an optimizer's state stay finite. For a center of float16 the limit
-        is 65504, its largest number, so the squares may overflow: give such a center
-        ``dtype="float32"``. A center optimizer with a learning rate of 1e20 may
-        overflow too, as may a combine of your own that amplifies.
+        beyond 1e17, so that sums of messages, and of their squares in an optimizer's
+        state, stay finite. For a center of float16 the limit is 65504, its largest
+        number, so the center and the squares may overflow: give such a center
+        ``dtype="float32"``. The results of the center optimizer and of a `Combine` are
+        not checked: one of your own that amplifies or divides by zero may move the
+        center to numbers that are not finite.
       norm: maximum global norm of a message; None for no limit.
       times_median: maximum norm of a message as a multiple of the median norm of the
         last 100 applied messages. Takes effect after 10 applied messages, also when a

@@ -70,9 +70,8 @@ class Store:
       packing: the layout of flattened parameters; None if they are kept as a tree.
       like: abstract tree of the parameters.
       contribution_like: abstract tree of a worker's contribution.
-      max_norm: norm beyond which a message counts as not finite: the square root of
-        float32's largest number, or the largest number of the center's dtype if that is
-        smaller.
+      max_norm: norm beyond which a message counts as not finite: `MAX_NORM`, or the
+        largest number of the center's dtype if that is smaller.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Messages that could make a center infinite are rejected without effect."""
 
 import contextlib
+import dataclasses
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from helpers.support import assert_identical
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import LocalCenter, PackedCenter, Submission
+from agn_optax.rules import COMBINE_METHODS
 
 ONES = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
 
@@ -41,8 +43,8 @@ def assert_applies(center, message):
 
 # Norms of messages: the largest that a center of a dtype takes, nearly, and one above.
 LIMITS = {
-    "float32": (1.8e19, 1.9e19),
-    "bfloat16": (1.8e19, 1.9e19),
+    "float32": (0.99e17, 1.01e17),
+    "bfloat16": (0.99e17, 1.01e17),
     "float16": (65504, np.inf),
 }
 # Optimizers whose numbers stay finite with messages of such norms.
@@ -55,6 +57,9 @@ OPTIMIZERS = {
     "lookahead": agn_optax.center_optimizers.momentum_lookahead(0.5, 0.3),
     "lion": optax.lion(0.1),
     "rmsprop": optax.rmsprop(0.1),
+    "adagrad": optax.adagrad(0.1),
+    "adabelief": optax.adabelief(0.1),
+    "heloco": agn_optax.center_optimizers.heloco(0.5),
     "global_clip": optax.chain(optax.clip_by_global_norm(1.0), shared.adam(0.1)),
 }
 MODES = [None, agn_optax.center.Synchronous()]
@@ -100,6 +105,25 @@ def test_largest_messages_leave_center_and_optimizer_finite(name, dtype):
     for _ in range(5):
         assert_applies(center, of_norm(LIMITS[dtype][0], dtype))
         assert_applies(center, of_norm(1.0, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("combine", COMBINE_METHODS)
+def test_rounds_of_the_largest_messages_leave_the_optimizer_finite(combine, dtype):
+    rule = dataclasses.replace(
+        shared.agn(shared.adam(0.1)), combine=COMBINE_METHODS[combine]
+    )
+    center = LocalCenter(rule, times(1.0, dtype), mode=agn_optax.center.Synchronous())
+    joined = [center.join(name) for name in "abcde"]
+    large = LIMITS[dtype][0]
+    rounds = [(large,) * 5, (large, -large, large, -large, 1.0), (0.0,) * 5]
+    for number, norms in enumerate(rounds):
+        for session, norm in zip(joined, norms, strict=True):
+            session.submit(Submission(number + 1, of_norm(norm, dtype), number))
+        for session in joined:
+            assert session.collect(number + 1).applied
+    for leaf in jax.tree.leaves(center.save()):
+        assert np.isfinite(np.asarray(leaf, np.float64)).all()
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -148,7 +172,7 @@ def test_served_center_rejects_messages_that_are_far_too_large():
             answer = sessions.exchange(
                 center, times(1e19), anchor_version=1, worker="a"
             )
-            assert "not finite, or beyond 1.84e+19" in answer.rejected
+            assert "not finite, or beyond 1e+17" in answer.rejected
             assert_identical(answer.params, before.params)
         assert_identical(center.pull().params, before.params)
         answer = sessions.exchange(center, times(1.0), anchor_version=1, worker="a")

@@ -12,11 +12,14 @@ from typing import Literal, NamedTuple, get_args
 from agn_optax import errors
 from agn_optax.center.durability import _records
 
-RESTORE_BACKUP = "Put back a copy of the whole directory, or begin with an empty one"
+RESTORE_BACKUP = (
+    "Put back a copy of the whole directory without its lock, or begin with an empty "
+    "one"
+)
 RESTORE_OR_REMOVE_LOCK = (
-    "Put back a copy of the whole directory; or remove its lock, and the center "
-    "continues from the remaining records with a new id, so that its workers start "
-    "again"
+    "Put back a copy of the whole directory without its lock; or remove the lock here, "
+    "and the center continues from the remaining records. In both cases it has a new "
+    "id, so that its workers start again"
 )
 _LOCK_SIZE = 64  # bytes
 
