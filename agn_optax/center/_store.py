@@ -1,4 +1,4 @@
-"""The store: the versions of a center, which do not change, and the compiled programs.
+"""The store: the immutable versions of a center, and the compiled programs.
 
 Only the store moves the center. It knows neither workers nor locks: its owner calls it
 from one thread at a time.
@@ -277,7 +277,7 @@ class Store:
         """
         before, programs, count = self.current, self._programs, len(submissions)
         contributions = [submission.contribution for submission in submissions]
-        # A message without steps or without a weight counts as 1.
+        # Missing steps count as 1, and so does a missing weight.
         steps = sum(max(1, s.steps) for s in submissions)
         claimed = [1.0 if s.weight is None else s.weight for s in submissions]
         is_mean, mean = self._rule.combine == "mean", math.fsum(claimed) / count
@@ -322,7 +322,7 @@ class _Extra(NamedTuple):
         return {**self._asdict(), "since": sum(self.since), "outside": True}
 
 
-_VERSIONS = 256  # divisor of `since`: its parts repeat, so few need a new transfer
+_VERSIONS = 256  # divisor of `since`: both parts repeat, so few are transferred anew
 
 
 def _extra(version: int, stale: int, submission: Submission, workers: int) -> _Extra:

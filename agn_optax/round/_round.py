@@ -1,4 +1,4 @@
-"""THE round: the one place that knows the order of a rule's parts.
+"""The round: the one place that knows the order of a rule's functions.
 
     every local step                                                    local_step
         x <- x + inner(penalty(g)),   r <- record(r, g)
@@ -378,8 +378,8 @@ def answer_of(rule: Rule, center: PyTree) -> PyTree:
 def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> PyTree:
     r"""Return the parameters after the worker adopts ``center``.
 
-    ``center`` is the version that the rule adopts. With ``mixing``, which is
-    :math:`\alpha`, they are :math:`\alpha x + (1 - \alpha) \text{adopt}(x, c)`.
+    ``center`` is the version that the rule adopts. With ``mixing``
+    :math:`\alpha`, the result is :math:`\alpha x + (1 - \alpha) \text{adopt}(x, c)`.
     """
     adopted = (overwrite if rule.adopt is None else rule.adopt)(params, center)
     if not mixing:
@@ -489,7 +489,7 @@ def send(
     """Send a message, which `receive_late` receives, and begin the next round.
 
     No local step needs the message meanwhile. Arguments and results are those of
-    `exchange`; the center is whole.
+    `exchange`, for a whole center.
     """
     params, state, message, center_args = _send(rule, layout, params, state, extra_args)
     message = optax.tree.cast_like(message, state.center)
@@ -529,9 +529,9 @@ def receive_late(
     moved, state = _receive(
         rule, layout, params, state, in_flight.message, center_args, mixing
     )
-    # Reset the message to zeros that formally depend on the center. If the loop left
-    # the message unchanged, XLA would hoist what it can compute from the message out of
-    # the loop, and compute it at every step.
+    # Reset the message to zeros that formally depend on the center. If `when`, a loop
+    # of zero or one iterations, left the message unchanged, XLA would compute what
+    # depends on the message before the loop, at every local step.
     never = in_flight.steps < 0
     empty = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), state.center)
     in_flight = in_flight._replace(is_sent=jnp.zeros((), bool), message=empty)
@@ -625,7 +625,7 @@ def _combined(
         return layout.combine_encoded(
             contribution, decode_piece, combine, params, relative_weight
         )
-    # An all-reduce may sum the messages.
+    # All-reduce can sum these messages.
     message = message_to(piece if part is None else part, contribution)
     if relative_weight is not None:
         message = trees.scaled(message, relative_weight)
@@ -641,7 +641,7 @@ def _receive(
     center_args: dict[str, Any],
     mixing: float,
 ) -> tuple[PyTree, ExchangeState]:
-    """Receive a message of `_send`: apply it, and adopt the center after it."""
+    """Apply a message of `_send`; then adopt the center if the rule says so."""
     message = weigh(rule, message, state.center, center_args)
     center, center_state = apply(
         rule, message, state.center, state.center_state, center_args
@@ -661,7 +661,7 @@ def _adopt_part(
     part: PyTree,
     mixing: float = 0.0,
 ) -> tuple[PyTree, ExchangeState]:
-    """Adopt the center, of which ``part`` is this tower's part, as the anchor too."""
+    """Adopt the center as parameters and anchor; ``part`` is this tower's part."""
     answer = answer_of(rule, layout.join_parts(part, params))
     adopted, local = adopt(rule, params, answer, mixing), state.local
     if state.in_flight is None:  # with a delay, the next round began at sending

@@ -1,6 +1,6 @@
 """The directory of a durability: its files, and the check that they are complete.
 
-    lock            the guarantee for the records, and how many were on disk
+    lock            how many records were on disk, and what holds for later ones
     snapshot-N      the center after its first N records: one record
     journal-N       records N, N + 1, ...: the changes that follow
 
@@ -90,7 +90,7 @@ class Directory:
 
     @property
     def new_id_reason(self) -> str:
-        """The reason why updates may be lost, so that the center gets a new id."""
+        """The reason why updates may be lost, and the id is new; "" if none are."""
         if self.lock is not None:
             return ""
         return (
@@ -189,8 +189,8 @@ class Directory:
     def check_paths(self, journal: int | None = None, begin: int = 0) -> None:
         """Check that open files are still found at their paths.
 
-        An open file can be written after it was moved or removed, and by any process
-        that still has it open.
+        A process can still write a file that it has open after the file was moved or
+        removed.
 
         Args:
           journal: file descriptor of the journal; None checks only the lock.
@@ -204,7 +204,7 @@ class Directory:
             _check_path(journal, self.file("journal", begin))
 
     def write_lock(self, kind: Kind, number: int) -> None:
-        """Write the guarantee for newer records to the lock, and sync it to disk.
+        """Write what holds for newer records to the lock, and sync it to disk.
 
         Args:
           kind: kind of the guarantee.
@@ -271,7 +271,7 @@ class Directory:
         return file, size
 
     def remove_old(self, journals: int) -> None:
-        """Remove the journals that begin before a record, and all but one snapshot."""
+        """Remove journals that begin before a record, and older snapshots."""
         for number in self.numbers("journal"):
             if number < journals:
                 self.file("journal", number).unlink()

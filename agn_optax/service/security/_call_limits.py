@@ -10,7 +10,7 @@ from agn_optax import errors
 from agn_optax.service._watchdog import Transfer, timed
 from agn_optax.service.security._rate_limits import CallerSemaphore, RateLimiter
 
-BURST = 400.0  # calls of a caller at once, in addition to those of all workers
+BURST = 400.0  # calls of a caller at once, and `_CALLS_OF_WORKER` for each worker
 _CALLS_OF_WORKER = 8  # to start and to leave
 HANDSHAKE_BURST = 128.0  # unauthenticated connections of a host at once
 # Timeouts in s:
@@ -104,7 +104,7 @@ class CallLimits:
     def time_sending(
         self, cancel: Callable[[], None], size: int
     ) -> contextlib.AbstractContextManager[Transfer]:
-        """Send a frame with a buffer of ``size`` bytes within the block, with timeouts.
+        """Apply timeouts to a block that sends a frame with a buffer of ``size`` bytes.
 
         Args:
           cancel: ends the connection, from any thread.
@@ -123,7 +123,7 @@ class CallLimits:
         *,
         from_chief: bool = False,
     ) -> Iterator[None]:
-        """Receive frames within the block, with timeouts.
+        """Apply timeouts to the frames that are received in a block.
 
         Args:
           reader: reader of the frames.
