@@ -36,7 +36,6 @@ from agn_optax.rules._named import COMBINE_METHODS as COMBINE_METHODS
 from agn_optax.rules._named import DOWNLINK_DTYPES as DOWNLINK_DTYPES
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
-from agn_optax.rules._named import codec_from_settings as codec_from_settings
 from agn_optax.rules._named import rule_from_settings as rule_from_settings
 from agn_optax.rules._rule import (
     Rule,

@@ -80,7 +80,7 @@ def rule_from_settings(
 
     Args:
       given: the settings by name: ``rule``, the name of a rule; the settings of that
-        rule; ``codec`` and ``answers``, see `codec_from_settings`;
+        rule; ``codec`` and ``answers``, see `_codec_from_settings`;
         ``combine``, the name of a combination; and ``center_optimizer``, the name of an
         optimizer, with the settings of that optimizer. Or only ``rule_from``,
         "module:object": a rule, or a function without arguments that returns one;
@@ -128,14 +128,14 @@ def rule_from_settings(
         raise errors.InvalidArgumentError(
             f"{label(unused[0])} does not apply to {what}"
         )
-    rule = factory(**settings, codec=codec_from_settings(given, label))
+    rule = factory(**settings, codec=_codec_from_settings(given, label))
     if "combine" in given:
         combine = check.choose(given["combine"], COMBINE_METHODS, label("combine"))
         rule = dataclasses.replace(rule, combine=combine)
     return rule
 
 
-def codec_from_settings(
+def _codec_from_settings(
     given: Mapping[str, Any], label: Callable[[str], str] = str
 ) -> codecs.Codec:
     """Return the codec that the settings describe.

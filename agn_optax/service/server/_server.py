@@ -60,11 +60,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
         ended = ", which has ended" if self._stopped.is_set() else ""
         return f"Server(at {self.address}{ended}, {self.center!r})"
 
-    @property
-    def is_drained(self) -> bool:
-        """True once an operator has drained the service (``agn-optax drain``)."""
-        return self._servicer.is_drained
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the server has stopped; return False if it has not in time.
 

@@ -60,7 +60,6 @@ class Servicer:
       max_workers: maximum number of workers.
       buffers: buffers in which frames are received.
       stop: stops the whole service.
-      is_drained: whether an operator has drained the service.
       on_event: reports an event to the monitor: its kind and its details. Must not
         block.
       offers: the offers of all transports other than gRPC, without keys.
@@ -95,7 +94,6 @@ class Servicer:
         )
         self.buffers = Buffers()
         self.stop: Callable[[], object] = do_nothing
-        self.is_drained = False
         self.on_event: Callable[..., object] = _ignore_event
         self.offers: list[pb.Offer] = []
         self.listens_at, self.direct_address, self.page_address = "", "", ""
@@ -363,7 +361,6 @@ class Servicer:
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         """Begin to end the service, which may take a while."""
         caller.check("Drain")
-        self.is_drained = True
         _log.warning("draining, as requested by %s", caller.description)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
