@@ -119,6 +119,8 @@ class FragmentWorker:
         # Local steps of a message, by the device's count and by the calls of
         # `exchange`; kept until the device has computed its count.
         self._step_counts: tuple[Any, int] | None = None
+        # The last message and its answer, until callbacks were called.
+        self._completed: tuple[Message, Answer] | None = None
         self._consecutive_empty = 0  # messages without local steps of `tx`
         self._warned_about_steps = False
 
@@ -197,6 +199,7 @@ class FragmentWorker:
         self.session = session
         self._expected = jax.eval_shape(lambda: loop)
         self._step_counts, self._consecutive_empty = None, 0
+        self._completed = None
         self._keep_anchor(anchor)
 
     def _keep_anchor(self, anchor: Snapshot) -> None:
@@ -363,10 +366,9 @@ class FragmentWorker:
         return params, state
 
     def _begin_flight(self, message: Message, sent: Sent) -> None:
-        """Leave a message to a background thread, and begin the next round."""
+        """Leave a message to the background, which `finish` starts."""
         message.sent, self.message = sent, message
         self.machine.send()
-        message.send_in_background(self._give_up)
 
     def _new_message(
         self, contribution: PyTree, steps: jax.Array, codec_state: PyTree = None
@@ -403,7 +405,8 @@ class FragmentWorker:
                 self._discard()
             else:
                 self.machine.lose_center()
-                message.send_in_background(self._give_up)
+                message.flight = None
+                self.finish()  # sends it again
             raise
         params, state = self._adopt(params, state, message, answer, anchor)
         if self.machine.sends_in_background:
@@ -482,8 +485,7 @@ class FragmentWorker:
         return params, state
 
     def _end_exchange(self, message: Message, answer: Answer) -> None:
-        """Update counts and the anchor, and call the callbacks."""
-        self._check_steps()
+        """Update counts and the anchor; `finish` calls the callbacks."""
         self.machine.adopt(resets=bool(answer.rejected))
         self.message = None
         self.dropped += not (answer.applied or answer.rejected)
@@ -499,11 +501,25 @@ class FragmentWorker:
                 self.name,
                 self.round_length_at(self.exchanges),
             )
-        if self._callbacks and self.session is not None:
-            self._run_callbacks(message, answer)
         self._keep_anchor(answer.snapshot)
+        self._completed = message, self.answer
 
-    # Callbacks.
+    # After an action.
+
+    def finish(self) -> None:
+        """Do what follows an action once its parameters and state are kept.
+
+        Start to send a message in the background, warn of wrong counts of local steps,
+        and call the callbacks. If this raises, nothing is lost.
+        """
+        message = self.message
+        if self.machine.in_flight and message is not None and message.flight is None:
+            message.send_in_background(self._give_up)
+        completed, self._completed = self._completed, None
+        if completed is not None:
+            self._check_steps()
+            if self._callbacks and self.session is not None:
+                self._run_callbacks(*completed)
 
     def _run_callbacks(self, message: Message, answer: Answer) -> None:
         submission = message.submission
@@ -518,9 +534,9 @@ class FragmentWorker:
             "version": max(jax.tree.leaves(answer.version)),
             "bytes_sent": trees.nbytes(submission.contribution),
         }
-        values = {k: float(v) for k, v in metrics.items() if v is not None}
         for callback in self._callbacks:
             try:
+                values = {k: float(v) for k, v in metrics.items() if v is not None}
                 callback(self.exchanges, values)
             except Exception:  # not raised: the center has moved, and the loop goes on
                 _log.exception("%r failed; training goes on", callback)

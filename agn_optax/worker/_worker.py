@@ -455,10 +455,12 @@ class Worker:
                     worker.machine.begin_call(call, steps, weight)
             if kept is not None:
                 params, state = kept
+            self._finish_actions()
             for action in actions:
                 loop = action(params, state)
                 if loop[0] is not params or loop[1] is not state:
                     kept = params, state = loop
+                    self._finish_actions()
         except BaseException:
             self._kept = kept
             is_kept = is_own and kept is not None
@@ -471,6 +473,10 @@ class Worker:
             for worker in self._workers:
                 worker.machine.end_call(returned=True)
         return params, state
+
+    def _finish_actions(self) -> None:
+        for worker in self._workers:
+            worker.finish()
 
     def _exchange_actions(self) -> Iterator[Action]:
         """Yield the actions of `exchange`, if anything is to be done."""
