@@ -368,6 +368,13 @@ def center_state_like(rule: Rule, center: PyTree) -> PyTree:
     return jax.eval_shape(functools.partial(init_center_state, rule), center)
 
 
+def map_center_state(
+    rule: Rule, convert: Callable[[PyTree], PyTree], state: PyTree
+) -> PyTree:
+    """Convert every tree of parameters in a state of the center optimizer."""
+    return optax.tree.map_params(rule.center, convert, state, is_leaf=lambda _: True)
+
+
 def answer_of(rule: Rule, center: PyTree) -> PyTree:
     """Return the center as a worker adopts it, rounded if the codec says so."""
     if rule.codec.answers is None:
