@@ -21,6 +21,9 @@ class Limits(CenterLimits):
     """Limits of a served center: those of `agn_optax.center.Limits`, and one more.
 
     Args:
+      max_workers: maximum number of registered workers. None for no limit; the
+        service's limits on calls, connections and heartbeats are then those of 1,024
+        workers.
       calls: calls per second that one caller may make beside its exchanges, such as
         pulls and joins, after 400 at once plus 8 for each of ``max_workers``; None for
         no limit. Further calls wait or are rejected. The same limit holds for the
@@ -46,6 +49,11 @@ class Limits(CenterLimits):
         super().__post_init__()
         if self.calls is not None:
             check.rate(self.calls, "calls", low=0.0, high=math.inf, low_open=True)
+
+    @property
+    def workers_of_service(self) -> int:
+        """The number of workers that the service's own limits allow for."""
+        return self.max_workers or 1024
 
     @property
     def of_center(self) -> CenterLimits:
