@@ -45,6 +45,11 @@ class StreamingState(NamedTuple):
     inner_state: PyTree  # state of the inner optimizer, for the whole tree
     fragments: tuple[LocalState, ...]  # one for each fragment, without inner state
 
+    @property
+    def local_steps(self) -> jax.Array:
+        """The local steps of the first fragment's round."""
+        return self.fragments[0].local_steps
+
 
 @functools.lru_cache(maxsize=32)
 def programs(
