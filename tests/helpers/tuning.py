@@ -63,6 +63,11 @@ def set_transfer_timeout(monkeypatch, seconds):
     monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", seconds)
 
 
+def set_handshake_timeout(monkeypatch, seconds):
+    """Set after how long a center closes a connection that is not authenticated."""
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", seconds)
+
+
 def set_call_burst(monkeypatch, tokens):
     """Set how many calls a caller may make at once beyond its rate."""
     monkeypatch.setattr(_call_limits, "BURST", tokens)

@@ -14,7 +14,7 @@ import time
 import grpc
 import numpy as np
 import pytest
-from helpers import sessions, shared
+from helpers import sessions, shared, tuning
 from helpers.waiting import returned, wait_until
 
 from agn_optax import errors, service
@@ -135,7 +135,7 @@ def others_continue(center, versions=3):
 def test_peer_that_stalls_within_a_message_is_disconnected(
     server, center, transport, monkeypatch
 ):
-    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 1.0)
+    tuning.set_transfer_timeout(monkeypatch, 1.0)
     with Peer(center, transport) as peer:
         peer.join()
         peer.send_bytes(message(server) + bytes(100))
@@ -150,7 +150,7 @@ def test_peer_that_sends_single_bytes_is_disconnected(
     server, center, transport, monkeypatch
 ):
     """Bytes keep coming, but too slowly."""
-    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 1.0)
+    tuning.set_transfer_timeout(monkeypatch, 1.0)
     monkeypatch.setattr(_watchdog, "MIN_RATE", 1 << 40)
     with Peer(center, transport) as peer:
         peer.join()
@@ -164,7 +164,7 @@ def test_peer_that_sends_single_bytes_is_disconnected(
 def test_unauthenticated_connections_are_closed_after_timeout(
     server, center, transport, monkeypatch
 ):
-    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 1.0)
+    tuning.set_handshake_timeout(monkeypatch, 1.0)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(center, transport)) for _ in range(50)]
@@ -182,7 +182,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
     server, center, transport, monkeypatch
 ):
     large = np.zeros(8 * SIZE, np.float32)  # more than sockets hold
-    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 0.5)
+    tuning.set_transfer_timeout(monkeypatch, 0.5)
     with (
         service.serve(RULE, large) as large_server,
         service.connect(large_server.address, RULE, transports=[transport]) as other,
@@ -362,7 +362,7 @@ ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 @pytest.fixture
 def serve_few_calls(monkeypatch):
     """A function that serves with so few calls that 60 at once block for hours."""
-    monkeypatch.setattr(_call_limits, "BURST", 45.0)
+    tuning.set_call_burst(monkeypatch, 45.0)
     return functools.partial(service.serve, RULE, SMALL, limits=FEW_CALLS)
 
 
@@ -379,7 +379,7 @@ def call_many_times(call, ignored_error=()):
 
 
 def test_rate_of_calls_of_one_caller_is_limited(monkeypatch):
-    monkeypatch.setattr(_call_limits, "BURST", 0.0)
+    tuning.set_call_burst(monkeypatch, 0.0)
     calls, free = 10.0, _call_limits._CALLS_OF_WORKER
     with (
         service.serve(
@@ -502,7 +502,7 @@ def test_call_without_its_message_is_rejected(server):
 def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
     """The calls within the maximum continue."""
     monkeypatch.setattr(_grpc, "_MAX_CALLS", 3 - 16)
-    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", TIMEOUT)
+    tuning.set_handshake_timeout(monkeypatch, TIMEOUT)
     with (
         service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
@@ -649,7 +649,7 @@ def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
 
 def test_rejected_peer_is_disconnected_after_timeout(server, center, monkeypatch):
     with Peer(center, "socket") as peer:
-        monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 0.3)
+        tuning.set_handshake_timeout(monkeypatch, 0.3)
         peer.send_bytes(
             frame_bytes(pb.Header(join=pb.Join(protocol=_address.PROTOCOL)))
         )
@@ -660,7 +660,7 @@ def test_rejected_peer_is_disconnected_after_timeout(server, center, monkeypatch
 
 
 def test_peer_with_a_slow_greeting_is_disconnected(server, monkeypatch):
-    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 0.3)
+    tuning.set_handshake_timeout(monkeypatch, 0.3)
     port = int(server.direct_address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as end:
         with contextlib.suppress(OSError):
@@ -692,7 +692,7 @@ def test_calls_must_be_a_positive_number(calls):
 
 
 def test_calls_of_none_is_no_limit(monkeypatch):
-    monkeypatch.setattr(_call_limits, "BURST", -1.0)
+    tuning.set_call_burst(monkeypatch, -1.0)
     with (
         service.serve(RULE, SMALL, limits=service.Limits(calls=None)) as server,
         service.Observer(server.address) as eve,
