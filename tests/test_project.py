@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.util
 import io
 import os
 import pathlib
@@ -90,6 +91,39 @@ def files(layer):
     """Return the files of a layer, which is a folder or a file."""
     folder = PACKAGE / layer
     return folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+def house():
+    spec = importlib.util.spec_from_file_location("house", ROOT / "tools/house.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# The page is imported when `serve(page=...)` asks for it, and needs the service.
+CIRCLE = {
+    "ops/watch/__init__.py",
+    "ops/watch/_monitor.py",
+    "ops/watch/_page.py",
+    "service/__init__.py",
+    "service/server/_server.py",
+}
+
+
+def test_no_files_import_each_other_but_for_the_page():
+    assert house().circles(PACKAGE) == [CIRCLE]
+
+
+@pytest.mark.parametrize("line", ["from pkg.a import A", "from pkg.b import A"])
+def test_search_finds_circles_of_lazy_and_typed_imports(line, tmp_path):
+    for folder in ("pkg", "pkg/a", "pkg/b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "pkg/__init__.py").write_text("")
+    (tmp_path / "pkg/a/__init__.py").write_text("from pkg.a._a import A as A")
+    (tmp_path / "pkg/b/__init__.py").write_text("from pkg.a import A as A")
+    (tmp_path / "pkg/a/_a.py").write_text("def f():\n    from pkg.b._b import B")
+    (tmp_path / "pkg/b/_b.py").write_text(f"if TYPE_CHECKING:\n    {line}")
+    assert {"a/_a.py", "b/_b.py"} <= set.union(*house().circles(tmp_path / "pkg"))
 
 
 def is_into_ops(path, name):

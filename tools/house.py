@@ -110,6 +110,60 @@ def has_private_import(path: pathlib.Path) -> bool:
     return False
 
 
+def imports(path: pathlib.Path) -> list[tuple[str, str, str]]:
+    """Return the module, name and local name of each `from` import, lazy ones too."""
+    return [
+        (node.module or "", alias.name, alias.asname or alias.name)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+
+
+def file_of(package: pathlib.Path, module: str, name: str = "") -> pathlib.Path | None:
+    """Return the file of the package with a module or name, past re-exports."""
+    path = package.parent.joinpath(*module.split("."), *name.split())
+    if path.is_dir():
+        return path / "__init__.py"
+    if path.with_suffix(".py").is_file():
+        return path.with_suffix(".py")
+    if not name or module.split(".", maxsplit=1)[0] != package.name:
+        return None
+    file = file_of(package, module)
+    if file is not None and file.stem == "__init__":
+        for source, original, local in imports(file):
+            if local == name and (found := file_of(package, source, original)):
+                return found
+    return file
+
+
+def circles(package: pathlib.Path) -> list[set[str]]:
+    """Return the groups of files of a package that import each other in a circle.
+
+    An import from a folder leads to the file that defines the name, and if the folder
+    belongs to another layer, to its `__init__.py` as well.
+    """
+    files = set(python_files(package)) - {package / "__init__.py"}
+    after: dict[pathlib.Path, set[pathlib.Path]] = {}
+    for path in sorted(files):
+        found = {file_of(package, *names[:2]) for names in imports(path)}
+        folders = {file_of(package, module) for module, *_ in imports(path)}
+        layer = package / path.relative_to(package).parts[0]
+        found |= {f for f in folders if f and not f.is_relative_to(layer)}
+        after[path] = {f for f in found if f in files and f != path}
+    for middle, beyond in after.items():  # add the files behind these
+        for reached in after.values():
+            if middle in reached:
+                reached |= beyond
+    groups: list[set[str]] = []
+    for path, reached in after.items():
+        group = {f for f in reached if path in after[f]}
+        names = {f.relative_to(package).as_posix() for f in group}
+        if names and names not in groups:
+            groups.append(names)
+    return groups
+
+
 def main() -> None:
     """Print a line for each number, and the summaries that break the style."""
     from agn_optax import service  # noqa: PLC0415
@@ -129,6 +183,7 @@ def main() -> None:
         ),
         "files with `weight` in their code": mentions("weight"),
         "docstring summaries that break the style": len(odd),
+        "circles of files": len(circles(PACKAGE)),
         "class names for two things": len(shared_class_names(PACKAGE)),
         "parameters of `serve`": len(inspect.signature(service.serve).parameters),
         "words of the docs": words(pages),

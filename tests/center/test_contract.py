@@ -282,7 +282,7 @@ def test_worker_that_leaves_while_computing_a_message_stays_away(kind):
         version = center.pull().version
         with held() as hold:
             worker.exchange(jax.tree.map(hold, loop[0]), loop[1])
-            message = worker._workers[0].message
+            message = sessions.fragment(worker).message
             worker.leave()
         concurrent.futures.wait([message.flight])
         assert center.pull().version == version

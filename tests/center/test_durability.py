@@ -214,7 +214,7 @@ def test_truncated_write_is_ignored(tmp_path, killed, caplog):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
     send(center)
     before = center.save()
-    size = center.core.keeper._writer._end
+    size = end_of_records(center)
     copy = killed(tmp_path / "a")
     send(center)
     with (tmp_path / "a" / FIRST).open("rb") as whole:
@@ -236,7 +236,7 @@ def test_truncated_write_is_ignored(tmp_path, killed, caplog):
 def test_damage_is_named_and_files_stay_unchanged(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
-    begin = center.core.keeper._writer._end
+    begin = end_of_records(center)
     for _ in range(2):
         send(center)
     copy = killed(tmp_path / "a")
@@ -283,6 +283,16 @@ def changed(path, rng):
     data = bytearray(path.read_bytes())
     data[rng.integers(written(data))] ^= 1 << rng.integers(8)
     path.write_bytes(data)
+
+
+def end_of_records(center):
+    """Return the bytes of a center's journal that are records on disk."""
+    return center.core.keeper._writer._end
+
+
+def directory_of(center):
+    """Return the directory that a center writes to."""
+    return center.core.keeper._directory
 
 
 def has_saved(center):
@@ -365,7 +375,7 @@ def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     before = (tmp_path / "a" / "lock").read_bytes()
     send(center)
-    end = center.core.keeper._writer._end
+    end = end_of_records(center)
     send(center)
     copy = killed(tmp_path / "a")
     (copy / "lock").write_bytes(before)
@@ -656,7 +666,7 @@ def test_center_killed_while_it_begins_keeps_its_id_and_its_workers(
 ):
     center = kept(Journal(tmp_path / "a"))
     session = center.join("w")
-    directory = center.core.keeper._directory
+    directory = directory_of(center)
     make = getattr(directory, step)
 
     def make_and_copy(*args):
@@ -681,7 +691,7 @@ def test_initialization_is_undone_if_the_journal_cannot_be_begun(tmp_path, monke
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(center.core.keeper._directory, "begin_journal", full)
+        patch.setattr(directory_of(center), "begin_journal", full)
         with pytest.raises(errors.DurabilityError, match="Too many open files"):
             center.initialize(jnp.zeros(2), worker="chief")
     center.initialize(jnp.ones(2), worker="other")
@@ -715,7 +725,7 @@ def test_journal_continues_without_room_for_a_snapshot(
         tried.release()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(center.core.keeper._directory, "save", full)
+    monkeypatch.setattr(directory_of(center), "save", full)
     for number in range(1, 6):
         send(center)
         if number % 2 == 0:
@@ -809,7 +819,7 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
     # The write succeeded, so the data may have reached the disk; here it has not.
     copy = killed(tmp_path / "a")
     with (copy / FIRST).open("r+b") as file:
-        file.seek(center.core.keeper._writer._end)
+        file.seek(end_of_records(center))
         file.write(bytes(4096))
     again = kept(Journal(copy))
     assert (again.version, again.center_id) == (1, center.center_id)
@@ -854,7 +864,7 @@ def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeyp
         kept(Journal(tmp_path), params=jnp.zeros(2)) as center,
         monkeypatch.context() as context,
     ):
-        context.setattr(center.core.keeper._directory, "save", full)
+        context.setattr(directory_of(center), "save", full)
         for _ in range(6):
             send(center)
         assert tried.acquire(timeout=LIMIT)

@@ -516,7 +516,7 @@ def test_resumed_message_has_the_same_extras(tmp_path):
         sessions.of_worker(first.worker).exchange = killed
         with pytest.raises(KilledError):
             first.exchange(*loop, weight=2.0)
-        first.worker._workers[0].session = None  # it does not leave
+        sessions.fragment(first.worker).session = None  # it does not leave
     assert center.version == 0
     with contextlib.closing(resumable()) as again:
         again.start()

@@ -77,11 +77,13 @@ def test_interrupted_adoption_is_completed_without_a_second_exchange(
     expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
     sessions.exchange(
         expected,
-        worker._workers[0].programs.contribute(state, params, {"a": jnp.ones(2)})[0],
+        sessions.fragment(worker).programs.contribute(
+            state, params, {"a": jnp.ones(2)}
+        )[0],
         anchor_version=0,
         worker="w",
     )
-    programs = worker._workers[0].programs
+    programs = sessions.fragment(worker).programs
 
     def interrupted(*args):
         raise KeyboardInterrupt

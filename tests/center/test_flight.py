@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared, waiting
+from helpers import sessions, shared, waiting
 from helpers.support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
@@ -209,7 +209,7 @@ def test_message_in_flight_is_not_overwritten():
     loop.flush()
     center.there.clear()
     loop.step(1)
-    flying = loop.worker._workers[0].message
+    flying = sessions.fragment(loop.worker).message
     sent = np.array(flying.submission.contribution)
     loop.params, loop.state = loop.worker.start()
     center.there.set()
@@ -264,7 +264,7 @@ def test_response_adopted_before_an_error_is_kept():
     loop.step(3)  # the loop continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: loop.worker._workers[0].message.is_answered())
+    waiting.wait_until(lambda: sessions.fragment(loop.worker).message.is_answered())
     center.rejects = True
     for _ in range(3):
         with pytest.raises(errors.MessageRejectedError, match="not this one"):
@@ -292,7 +292,7 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, 
         loop.exchange(weight=weight)  # the second call continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: loop.worker._workers[0].message.is_answered())
+    waiting.wait_until(lambda: sessions.fragment(loop.worker).message.is_answered())
     center.rejects = True
     with pytest.raises(errors.MessageRejectedError, match="not this one"):
         loop.exchange(weight=4.0)
@@ -306,7 +306,7 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, 
     assert (center.sent[-1][2], weights[-1]) == (2, 7.0)
     loop.local_step()
     loop.exchange(weight=1.0)
-    assert loop.worker._workers[0].machine.committed == (1, 1.0)
+    assert sessions.fragment(loop.worker).machine.committed == (1, 1.0)
 
 
 class Flaky(Watched):

@@ -442,9 +442,9 @@ def test_loss_scale_recovers_and_exchanges_continue(rule, where, overlap):
         local = state.inner_state if around else state
         params, local = worker.exchange(params, local)
         if (
-            overlap and worker._workers[0].message is not None
+            overlap and sessions.fragment(worker).message is not None
         ):  # the response is adopted one step later
-            concurrent.futures.wait([worker._workers[0].message.flight])
+            concurrent.futures.wait([sessions.fragment(worker).message.flight])
         state = state._replace(inner_state=local) if around else local
         scales.append(float(agn_optax.loss_scale(state)))
     assert worker.exchanges > 35

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import center_kinds, shared, tuning
+from helpers import center_kinds, sessions, shared, tuning
 
 import agn_optax
 from agn_optax import checkpoint, errors
@@ -178,7 +178,7 @@ class Simulation:
         self._begin(worker, worker.start(), seconds)
 
     def _begin(self, worker, loop, seconds):
-        steps = worker._workers[0].round_length_at(worker.exchanges)
+        steps = sessions.fragment(worker).round_length_at(worker.exchanges)
         self.lengths.setdefault(worker.name, []).append(steps)
         end = self.clock.now + steps * seconds
         heapq.heappush(
@@ -285,7 +285,7 @@ def test_slow_worker_thread_gets_shorter_rounds(overlap):
                     time.sleep(seconds[name])  # stands for a local step
                     loop = worker.exchange(*loop)
                     if name == "slow" and (worker.pace or 1.0) < 0.5:
-                        lengths.append(worker._workers[0].round_length_at(0))
+                        lengths.append(sessions.fragment(worker).round_length_at(0))
                         reported.set()
                 worker.flush(*loop)
             except BaseException as error:
@@ -323,13 +323,13 @@ def test_restored_worker_keeps_its_pace(tmp_path):
 
     worker = made()
     loop = worker.start()
-    worker._workers[0].pace = 0.35
+    sessions.fragment(worker).pace = 0.35
     saved = worker.save(*loop)
     for pace in (0.35, None):
         again = made()
         (part,) = saved.fragments
         again.restore(saved._replace(fragments=(part._replace(pace=pace),)))
-        assert again._workers[0].round_length == (10 if pace is None else 3)
+        assert sessions.fragment(again).round_length == (10 if pace is None else 3)
     loop = worker.restore(saved)
     checkpoint.save(tmp_path / "saved", worker=(worker, *loop))
     again = made()

@@ -306,7 +306,7 @@ def test_fragment_is_received_exactly_after_its_delay():
     for i in range(2 * PERIOD):
         loop = local(*loop, at(feeds(PARAMS, 2 * PERIOD), i))
         if i % PERIOD == PERIOD // 2 and i:  # a message was sent at the step before
-            flight = worker._workers[0].message.flight
+            flight = sessions.fragment(worker).message.flight
             flight.result(60)
         due.append(worker.due)
         loop = worker.exchange(*loop)

@@ -295,7 +295,7 @@ def test_late_response_keeps_local_progress(rule, dtype):
     params, state = local_step(*loop)
     sent = jax.tree.map(np.array, params)
     loop = worker.exchange(params, state)
-    message = worker._workers[0].message
+    message = sessions.fragment(worker).message
     answer = message.flight.result(60)
     assert (message.sent.params is None) == (rule != "agn")
     params, state = local_step(*loop)

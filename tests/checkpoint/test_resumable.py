@@ -191,7 +191,7 @@ def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeyp
     """It is written once for a retried message, and not for an empty flush."""
     loop, data = resumable(journaled, tmp_path / "own")
     # Otherwise it would continue without the center.
-    loop.worker._workers[0].machine.patience = 0
+    sessions.fragment(loop.worker).machine.patience = 0
     train_epoch(loop, data)
     params, state = loop.flush(*loop.worker.start())
     wrote = []
@@ -384,7 +384,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
 ):
     """Another fragment would be due first if local steps were counted at each call."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    loop.worker._workers[1].machine.patience = 0
+    sessions.fragment(loop.worker, 1).machine.patience = 0
     params, state = loop.start()
     numbers = []
     write = loop.checkpoints.write

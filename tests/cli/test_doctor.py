@@ -7,7 +7,7 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from helpers import certificates
+from helpers import certificates, sessions
 from helpers.commands import PATIENCE, command, fails, succeeds
 
 from agn_optax import rules, service
@@ -157,7 +157,7 @@ def test_doctor_reports_that_the_center_is_going_down(server, monkeypatch):
 def test_doctor_reports_an_unreachable_direct_port():
     """gRPC connects, but nothing listens at the port that the center offers."""
     with service.serve(RULE, jnp.zeros(3)) as own:
-        for offer in own._servicer.offers:
+        for offer in sessions.servicer(own).offers:
             if offer.transport == "socket":
                 offer.address = ":1"
         result, message = checks(own.address, code=0)["second port"]

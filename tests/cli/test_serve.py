@@ -423,7 +423,7 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
         "--learning-rate=0.25",
         "--lease=7",
         "--open",
-        then=lambda center: descriptions.append(center._remote.describe()),
+        then=lambda center: descriptions.append(sessions.remote(center).describe()),
     )
     assert result.stdout == f"serving agn at {address}\n"
     assert result.stderr == "draining after SIGTERM; send it again to end at once\n"
@@ -542,7 +542,7 @@ def test_stop_in_a_second_signal_handler_returns_at_once():
 
     def kill():
         # The center counts this as an exchange that is being applied.
-        with server._servicer.exchanges.counting("answering"):
+        with sessions.servicer(server).exchanges.counting("answering"):
             begun.set()
             assert server.center.core.wait_until_closed(PATIENCE)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)

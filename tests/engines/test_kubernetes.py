@@ -13,8 +13,8 @@ import time
 import kubernetes_validate
 import pytest
 import yaml
-from engines.pods import KUBECTL, LIMIT, Cluster, IndexedJob, ended
 from helpers.commands import ROOT, command, fails, succeeds
+from helpers.pods import KUBECTL, LIMIT, Cluster, IndexedJob, ended
 from helpers.waiting import wait_until
 
 from agn_optax import errors, service

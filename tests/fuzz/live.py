@@ -172,10 +172,10 @@ class _MutatingClient:
 
     def __init__(self, center, rng, tls=None, token=None):
         self._rng, self._tls, self._token = rng, tls, token
-        connection = center._connection
+        connection = sessions.connection(center)
         description = connection.describe()
         self._offers = {offer.transport: offer for offer in description.offers}
-        travels = center._remote.known_schemas()
+        travels = sessions.remote(center).known_schemas()
         self._whole, self._schema = travels.center, travels.message
         self._leaves = description.schema
         if tls is None:

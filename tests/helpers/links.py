@@ -21,7 +21,7 @@ def dialled(observer, server, transport):
     """Return a link from an observer to a served center, by a transport."""
     (kind,) = (each for each in TRANSPORTS if each.name == transport)
     offer = sessions.offer(server, transport)
-    return kind.dial(Target(observer._connection, offer, Buffers()))
+    return kind.dial(Target(sessions.connection(observer), offer, Buffers()))
 
 
 def begin_to_initialize(center, params, worker):
@@ -34,7 +34,7 @@ def begin_to_initialize(center, params, worker):
         schema_hash=schema.hash,
         schema_size=described.size,
     )
-    link = GrpcLink(center._connection, "Initialize", Buffers())
+    link = GrpcLink(sessions.connection(center), "Initialize", Buffers())
     link.send(Frame(pb.Header(start=start), bytes_schema(described.size), [described]))
     return link, Frame(pb.Header(parameters=pb.Parameters()), schema, arrays)
 

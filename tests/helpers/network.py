@@ -8,6 +8,7 @@ import threading
 import time
 
 from agn_optax.service.center_pb2 import Offer
+from helpers import sessions
 
 TRANSPORTS = ["grpc", "socket"]
 _TICK = 0.02  # s, between two pieces of a slowed transfer
@@ -176,7 +177,7 @@ class Network(Proxy):
         self.answering = self.back.gate
         host, _, port = server.address.rpartition(":")
         self.address = f"127.0.0.1:{self.forward((host, int(port)))}"
-        known = server._servicer
+        known = sessions.servicer(server)
         offers = [offer for offer in known.offers if offer.transport == transport]
         known.offers = []
         for offer in offers:

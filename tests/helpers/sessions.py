@@ -1,4 +1,8 @@
-"""Exchanges with a center by worker name; sessions are remembered."""
+"""Exchanges with a center by worker name, and the parts of workers and services.
+
+The sessions of workers are remembered. Tests that look inside a worker, a center or a
+server use these accessors, so that only this file knows the private attributes.
+"""
 
 import weakref
 
@@ -30,9 +34,44 @@ def exchange(center, contribution, *, anchor_version, worker, steps=0):
     return answer
 
 
-def of_worker(worker, fragment=0):
+def fragment(worker, number=0):
+    """Return the part of a worker that exchanges one fragment, or the whole model."""
+    return worker._workers[number]
+
+
+def of_worker(worker, number=0):
     """Return the current session of a worker, or of one of its fragments."""
-    return worker._workers[fragment].session
+    return fragment(worker, number).session
+
+
+def of_center(center):
+    """Return the open sessions of a connected center."""
+    return list(center._sessions.values())
+
+
+def link(session):
+    """Return the link that a session uses, or None."""
+    return session._link
+
+
+def connection(center):
+    """Return the connection of a connected center or of an observer."""
+    return center._connection
+
+
+def remote(center):
+    """Return the calls of a connected center."""
+    return center._remote
+
+
+def servicer(server):
+    """Return the servicer, which answers the calls to a server."""
+    return server._servicer
+
+
+def listener(server, name):
+    """Return the server's end of a transport, or its page."""
+    return server._listeners[name]
 
 
 def leave(center, worker):
@@ -42,6 +81,6 @@ def leave(center, worker):
 def offer(server, transport, caller=EVERYBODY):
     """Return the offer of a transport besides gRPC, with its key, or None."""
     request = pb.DescribeRequest(protocol=address.PROTOCOL)
-    described = server._servicer.describe(request, caller)
+    described = servicer(server).describe(request, caller)
     offers = described.offers
     return next((each for each in offers if each.transport == transport), None)

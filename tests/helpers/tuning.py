@@ -16,6 +16,7 @@ from agn_optax.service.security import _call_limits
 from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
 from agn_optax.worker import _processes
+from helpers import sessions
 from helpers.waiting import wait_until
 
 
@@ -41,8 +42,10 @@ class ConnectionClock:
         """Let seconds pass while a call waits, never 20 without a sign of life."""
         end = self._monotonic() + seconds
         while self._monotonic() < end:
-            last = center._connection._last_received
-            wait_until(lambda last=last: center._connection._last_received > last)
+            last = sessions.connection(center)._last_received
+            wait_until(
+                lambda last=last: sessions.connection(center)._last_received > last
+            )
             self._ahead += 20.0
 
 
@@ -61,6 +64,11 @@ def set_waiting_interval(monkeypatch, seconds, longest):
 def set_transfer_timeout(monkeypatch, seconds):
     """Let a center end transfers after these seconds without progress."""
     monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", seconds)
+
+
+def set_handshake_timeout(monkeypatch, seconds):
+    """Set after how long a center closes a connection that is not authenticated."""
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", seconds)
 
 
 def set_call_burst(monkeypatch, tokens):

@@ -78,7 +78,7 @@ def served(transport, folder, authority, access):
 
 def calls(center, observer, name):
     """Return functions that make each call of a center in a worker's name."""
-    unary = center._connection.unary
+    unary = sessions.connection(center).unary
     session = pb.Session(worker=name, session_id="1")
     leave = pb.LeaveRequest(worker=name, session_id="1")
     return {
@@ -92,7 +92,7 @@ def calls(center, observer, name):
             "Alive", pb.AliveRequest(sessions=[session]), pb.AliveReply
         ),
         "Leave": lambda: unary("Leave", leave, pb.LeaveReply),
-        "Initialize": lambda: center._remote.initialize(params(), name),
+        "Initialize": lambda: sessions.remote(center).initialize(params(), name),
     }
 
 
@@ -210,7 +210,7 @@ def test_key_belongs_to_its_caller():
     with service.serve(
         RULE, params(), security=service.Security(access=access)
     ) as server:
-        authenticator = server._servicer.authenticator
+        authenticator = sessions.servicer(server).authenticator
         keys = [
             authenticator.issue_key(authenticator.caller(t.encode()))
             for t in (anna, bert)

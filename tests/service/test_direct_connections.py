@@ -69,17 +69,17 @@ def connect(server, *transports, rule=RULE, **settings):
 
 
 def links(center):
-    return [session._link for session in center._sessions.values()]
+    return [sessions.link(session) for session in sessions.of_center(center)]
 
 
 def transport_of(center):
     """Return the transport of the only session of a connected center."""
-    (session,) = center._sessions.values()
+    (session,) = sessions.of_center(center)
     return session.transport
 
 
 def listener(server, name="socket"):
-    return server._listeners[name]
+    return sessions.listener(server, name)
 
 
 def accepted(server):
@@ -229,7 +229,7 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
     with served(transport, rule=rule, params=params) as (server, center):
         assert server.center.core.store.packing is not None
         # The server believes that a message of another worker is always in flight.
-        server._servicer.exchanges.running += 1
+        sessions.servicer(server).exchanges.running += 1
         expected = np.float32(0.0)
         for version in range(10):
             sent = jax.tree.map(
@@ -275,14 +275,14 @@ def test_closed_center_rejects_exchanges(transport):
 
 def test_connection_made_during_close_is_closed():
     with served("socket") as (_, center):
-        dial = center._remote.dial
+        dial = sessions.remote(center).dial
 
         def late():
             link = dial()
             center.close()
             return link
 
-        center._remote.dial = late
+        sessions.remote(center).dial = late
         with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
             center.join("anna")
         assert all(link.is_done() for link in links(center))
@@ -327,7 +327,7 @@ def test_received_bytes_are_reported_as_progress(kind):
     """Without this, a slow transfer counts as stalled."""
     peer, end = socket.socketpair()
     with peer, end, service.serve(RULE) as server:
-        connection = kind(end, server._servicer)
+        connection = kind(end, sessions.servicer(server))
         progress = []
         connection.on_received = lambda: progress.append(True)
         peer.sendall(b"1234")
@@ -451,7 +451,7 @@ def test_exchange_behind_another_one_does_not_time_out(monkeypatch):
                 sessions.exchange, center, ones, anchor_version=0, worker="anna"
             )
             send()
-            with server._servicer.exchanges._applying:
+            with sessions.servicer(server).exchanges._applying:
                 sent = in_background(send, "anna")
                 clock.pass_waiting(center, 1.5 * LIMIT)
             assert sent.result(LIMIT).version == 2
@@ -541,17 +541,17 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
         )
         send()
         # The server believes that a message of another worker is always in flight.
-        server._servicer.exchanges.running += 1
+        sessions.servicer(server).exchanges.running += 1
         with connect(server, "socket", rule=rule) as center:
-            receive = center._remote.answer_in
+            receive = sessions.remote(center).answer_in
 
             def lost(*args):
-                center._remote.answer_in = receive
+                sessions.remote(center).answer_in = receive
                 receive(*args)
                 send()  # the center moves on meanwhile
                 raise errors.CenterUnreachableError("the test has lost it")
 
-            center._remote.answer_in = lost
+            sessions.remote(center).answer_in = lost
             answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
             assert (answer.version, server.center.version) == (2, 3)
             for leaf in jax.tree.leaves(answer.params):
@@ -562,7 +562,7 @@ def test_fastest_transport_is_chosen():
     with served() as (server, center):
         fastest = "memory" if _memory.IS_SUPPORTED else "socket"
         assert center.join("anna").transport == fastest
-        for offer in server._servicer.offers:
+        for offer in sessions.servicer(server).offers:
             if offer.transport == "memory":
                 offer.address = "unix:nobody-listens-here"  # another machine
         with connect(server) as farther:
@@ -584,12 +584,12 @@ class RecordingTransport:
 def test_grpc_is_used_without_direct_connections(caplog):
     caplog.set_level(logging.INFO, "agn_optax")
     with served() as (server, _):
-        server._servicer.offers = [
+        sessions.servicer(server).offers = [
             pb.Offer(transport="memory", address="unix:nobody", key=b"k" * 16),
             pb.Offer(transport="socket", address=":1", key=b"k" * 16),
         ]
         with connect(server) as center:
-            tried, remote = [], center._remote
+            tried, remote = [], sessions.remote(center)
             remote._transports = [
                 RecordingTransport(t, tried) for t in remote._transports
             ]
@@ -633,7 +633,7 @@ def test_another_server_at_the_direct_port_is_ignored(greeting):
         thread = threading.Thread(target=answer)
         thread.start()
         address = f":{listening.getsockname()[1]}"
-        server._servicer.offers = [
+        sessions.servicer(server).offers = [
             pb.Offer(transport="socket", address=address, key=b"k" * 16)
         ]
         with connect(server) as center:
@@ -774,7 +774,7 @@ def test_reason_of_a_closed_center_reaches_the_worker(transport):
                 sessions.exchange(center, ones, anchor_version=0, worker="anna")
             reasons.append(str(caught.value))
 
-        center._connection.retry = lambda attempt, within=0.0: attempt()
+        sessions.connection(center).retry = lambda attempt, within=0.0: attempt()
         thread = threading.Thread(target=exchange)
         thread.start()
         wait_until(lambda: "anna" in server.center.core.members()[2])
@@ -860,7 +860,7 @@ def test_stop_does_not_wait_for_a_peer_that_does_not_read(transport, monkeypatch
         frames = a_message(_trees.schema_of(params))
         with unread(server, transport, frames):
             wait_until(lambda: server.center.version == 1)
-            wait_until(lambda: server._servicer.exchanges.answering)
+            wait_until(lambda: sessions.servicer(server).exchanges.answering)
             began = time.monotonic()
             server.stop(grace=6 * LIMIT)
             assert time.monotonic() - began < LIMIT
@@ -1172,7 +1172,7 @@ def test_rejection_is_read_while_the_message_is_being_sent():
     with served("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
         center.join("anna")
         other = {"w": jnp.ones(5_000_001)}
-        center._remote.schemas = _trees.wire_schemas(RULE, other)
+        sessions.remote(center).schemas = _trees.wire_schemas(RULE, other)
         with pytest.raises(
             errors.TreeMismatchError, match="not match the center's tree"
         ):

@@ -4,7 +4,7 @@ import grpc
 import jax.numpy as jnp
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import shared
+from helpers import sessions, shared
 
 from agn_optax import service
 from agn_optax.service import address
@@ -36,7 +36,7 @@ def reply(channel, name=""):
 @pytest.mark.parametrize("name", ["", address.SERVICE])
 def test_health_check_reports_a_drain(server, channel, name):
     assert reply(channel, name) == SERVING
-    server._listeners["grpc"].drain()
+    sessions.listener(server, "grpc").drain()
     assert reply(channel, name) == NOT_SERVING
 
 

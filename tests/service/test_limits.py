@@ -14,7 +14,7 @@ import time
 import grpc
 import numpy as np
 import pytest
-from helpers import sessions, shared
+from helpers import sessions, shared, tuning
 from helpers.waiting import returned, wait_until
 
 from agn_optax import errors, service
@@ -53,7 +53,7 @@ class Peer:
     """A client that sends arbitrary bytes as a call to the center."""
 
     def __init__(self, center, transport, call="Exchange"):
-        remote = center._remote
+        remote = sessions.remote(center)
         if transport == "grpc":
             self._requests = queue.SimpleQueue()
             messages = iter(self._requests.get, None)
@@ -99,7 +99,7 @@ def frame_bytes(header, buffer_size=0):
 
 
 def message(server, sequence=1):
-    schema = server._servicer._frames.schemas.message
+    schema = sessions.servicer(server)._frames.schemas.message
     sent = pb.Message(sequence=sequence, schema_hash=schema.hash)
     return frame_bytes(pb.Header(message=sent), schema.size)
 
@@ -135,13 +135,13 @@ def others_continue(center, versions=3):
 def test_peer_that_stalls_within_a_message_is_disconnected(
     server, center, transport, monkeypatch
 ):
-    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 1.0)
+    tuning.set_transfer_timeout(monkeypatch, 1.0)
     with Peer(center, transport) as peer:
         peer.join()
         peer.send_bytes(message(server) + bytes(100))
         others_continue(center)
         peer.wait_for_end()
-        wait_until(lambda: not server._servicer.exchanges.running)
+        wait_until(lambda: not sessions.servicer(server).exchanges.running)
     wait_until(lambda: not _watchdog.watchdog._watched)
 
 
@@ -150,21 +150,21 @@ def test_peer_that_sends_single_bytes_is_disconnected(
     server, center, transport, monkeypatch
 ):
     """Bytes keep coming, but too slowly."""
-    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 1.0)
+    tuning.set_transfer_timeout(monkeypatch, 1.0)
     monkeypatch.setattr(_watchdog, "MIN_RATE", 1 << 40)
     with Peer(center, transport) as peer:
         peer.join()
         peer.send_bytes(message(server))
         with sending_single_bytes(peer.send_bytes):
             peer.wait_for_end()
-    wait_until(lambda: not server._servicer.exchanges.running)
+    wait_until(lambda: not sessions.servicer(server).exchanges.running)
 
 
 @transports
 def test_unauthenticated_connections_are_closed_after_timeout(
     server, center, transport, monkeypatch
 ):
-    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 1.0)
+    tuning.set_handshake_timeout(monkeypatch, 1.0)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(center, transport)) for _ in range(50)]
@@ -182,7 +182,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
     server, center, transport, monkeypatch
 ):
     large = np.zeros(8 * SIZE, np.float32)  # more than sockets hold
-    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 0.5)
+    tuning.set_transfer_timeout(monkeypatch, 0.5)
     with (
         service.serve(RULE, large) as large_server,
         service.connect(large_server.address, RULE, transports=[transport]) as other,
@@ -190,7 +190,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
         anna = other.join("anna")
         anna.submit(Submission(1, large, anchor_version=0))
         wait_until(lambda: large_server.center.version == 1)
-        wait_until(lambda: not large_server._servicer.exchanges.running)
+        wait_until(lambda: not sessions.servicer(large_server).exchanges.running)
         # Nothing is lost: the worker asks again.
         assert anna.collect(1, timeout=TIMEOUT).version == 1
 
@@ -211,9 +211,9 @@ def test_leave_of_an_unknown_name_is_not_remembered(server, center):
     ledger = server.center.core.ledger
     for i in range(20):
         request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, session_id="1")
-        center._connection.unary("Leave", request, pb.LeaveReply)
+        sessions.connection(center).unary("Leave", request, pb.LeaveReply)
     assert not ledger._ended
-    assert not server._servicer._traffic._workers
+    assert not sessions.servicer(server)._traffic._workers
     assert not center.status()["workers"]
 
 
@@ -229,7 +229,7 @@ def test_large_control_part_is_rejected(server, center, transport):
 def test_heartbeat_for_more_sessions_than_max_workers_is_rejected(center):
     reported = [pb.Session(worker="anna", session_id="1")] * 5
     with pytest.raises(errors.ProtocolError, match=r"has at most 4 workers, .* 5$"):
-        center._connection.unary(
+        sessions.connection(center).unary(
             "Alive", pb.AliveRequest(sessions=reported), pb.AliveReply
         )
 
@@ -278,7 +278,7 @@ def test_initialize_of_an_initialized_center_reads_no_schema(server, center):
             service.connect(other.address, RULE) as late,
             pytest.raises(errors.TreeMismatchError, match=r"float32\[3\], where"),
         ):
-            late._remote.initialize(np.zeros(3, np.float32), "chief")
+            sessions.remote(late).initialize(np.zeros(3, np.float32), "chief")
 
 
 def test_one_chief_initializes_at_a_time(monkeypatch):
@@ -290,7 +290,9 @@ def test_one_chief_initializes_at_a_time(monkeypatch):
         Peer(center, "grpc", "Initialize") as peer,
     ):
         taken = returned(
-            monkeypatch, server._servicer.call_limits.initializations, "acquire"
+            monkeypatch,
+            sessions.servicer(server).call_limits.initializations,
+            "acquire",
         )
         schema = _trees.to_bytes(_trees.schema_of(START))
         peer.send_bytes(start(schema) + schema)
@@ -301,14 +303,14 @@ def test_one_chief_initializes_at_a_time(monkeypatch):
         assert taken.wait(TIMEOUT)
         other = service.connect(server.address, RULE, timeout=TIMEOUT)
         with other:
-            other._remote.initialize(START, "b")
+            sessions.remote(other).initialize(START, "b")
         peer.wait_for_end()  # disconnected, because it stalled
         with pytest.raises(errors.AlreadyInitializedError, match="'b'"):
             center.initialize(START, worker="c")
 
 
 def test_initialized_center_answers_a_chief_while_another_one_sends(server):
-    initializations = server._servicer.call_limits.initializations
+    initializations = sessions.servicer(server).call_limits.initializations
     busy = errors.CenterBusyError("not free")
     with (
         service.connect(server.address, RULE, timeout=4) as chief,
@@ -328,7 +330,9 @@ def test_number_of_concurrent_pulls_is_limited(server, center):
     """Each may keep a version in memory; further pulls wait for their turn."""
     places = _call_limits.MAX_PULLS
     for number in range(places):
-        assert server._servicer.call_limits.pulls.acquire(number, timeout=TIMEOUT)
+        assert sessions.servicer(server).call_limits.pulls.acquire(
+            number, timeout=TIMEOUT
+        )
     pulled = []
     pulling = threading.Thread(target=lambda: pulled.append(center.pull()))
     pulling.start()
@@ -336,14 +340,14 @@ def test_number_of_concurrent_pulls_is_limited(server, center):
     sessions.exchange(center, ones, anchor_version=0, worker="bert")
     assert not pulled
     for number in range(places):
-        server._servicer.call_limits.pulls.release(number)
+        sessions.servicer(server).call_limits.pulls.release(number)
     pulling.join(TIMEOUT)
     assert pulled[0].version == 1
 
 
 def test_one_caller_cannot_take_all_pulls(server, center):
     """A caller may read as slowly as is just allowed."""
-    pulls = server._servicer.call_limits.pulls
+    pulls = sessions.servicer(server).call_limits.pulls
     while pulls.acquire("eve", timeout=0.0):
         pass
     assert center.pull().version == 0
@@ -362,7 +366,7 @@ ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 @pytest.fixture
 def serve_few_calls(monkeypatch):
     """A function that serves with so few calls that 60 at once block for hours."""
-    monkeypatch.setattr(_call_limits, "BURST", 45.0)
+    tuning.set_call_burst(monkeypatch, 45.0)
     return functools.partial(service.serve, RULE, SMALL, limits=FEW_CALLS)
 
 
@@ -379,7 +383,7 @@ def call_many_times(call, ignored_error=()):
 
 
 def test_rate_of_calls_of_one_caller_is_limited(monkeypatch):
-    monkeypatch.setattr(_call_limits, "BURST", 0.0)
+    tuning.set_call_burst(monkeypatch, 0.0)
     calls, free = 10.0, _call_limits._CALLS_OF_WORKER
     with (
         service.serve(
@@ -421,7 +425,7 @@ def test_rate_limited_host_loses_no_worker(serve_few_calls):
     ):
         anna = center.join("anna")
         with raises_too_many_calls():
-            call_many_times(eve._connection.describe)
+            call_many_times(sessions.connection(eve).describe)
 
         def seen():
             return server.center.core.members()[1]["anna"].seen
@@ -502,7 +506,7 @@ def test_call_without_its_message_is_rejected(server):
 def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
     """The calls within the maximum continue."""
     monkeypatch.setattr(_grpc, "_MAX_CALLS", 3 - 16)
-    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", TIMEOUT)
+    tuning.set_handshake_timeout(monkeypatch, TIMEOUT)
     with (
         service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
@@ -516,7 +520,7 @@ def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
             assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
         wait_until(lambda: not _watchdog.watchdog._watched)
         # gRPC counts a call until some milliseconds after its end.
-        assert observer._connection.retry(observer.status)["version"] == 1
+        assert sessions.connection(observer).retry(observer.status)["version"] == 1
 
 
 def test_calls_of_a_start_are_not_delayed():
@@ -525,7 +529,7 @@ def test_calls_of_a_start_are_not_delayed():
     limits = service.Limits(max_workers=workers, calls=1e-9)
     with service.serve(RULE, SMALL, limits=limits) as server:
         for _ in range(workers * _call_limits._CALLS_OF_WORKER):
-            server._servicer.call_limits.admit("anna")
+            sessions.servicer(server).call_limits.admit("anna")
 
 
 def test_callers_that_spent_most_are_remembered_longest(monkeypatch):
@@ -562,7 +566,7 @@ def asking(server, what):
         service.Observer(server.address, token=token) as observer,
         service.connect(server.address, RULE, token=ANNA) as center,
     ):
-        unary = observer._connection.unary
+        unary = sessions.connection(observer).unary
         yield {
             "heartbeat of an unknown session": lambda: unary(
                 "Alive", pb.AliveRequest(sessions=unknown), pb.AliveReply
@@ -627,7 +631,7 @@ def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
         ) as server,
         contextlib.ExitStack() as stack,
     ):
-        waiting_pulls = server._servicer.call_limits.waiting_pulls
+        waiting_pulls = sessions.servicer(server).call_limits.waiting_pulls
         monkeypatch.setattr(waiting_pulls, "_limit_of_caller", 3)
         centers = [
             stack.enter_context(
@@ -637,30 +641,33 @@ def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
         ]
         for count in range(1, 4):
             request = iter([pb.PullRequest(wait=1e9).SerializeToString()])
-            link = GrpcLink(centers[0]._connection, "Pull", Buffers(), request)
+            link = GrpcLink(sessions.connection(centers[0]), "Pull", Buffers(), request)
             stack.callback(link.cancel)
             assert link.read_header().HasField("waiting")
             assert waiting_pulls._counts.total() == count
         with pytest.raises(errors.CenterUnreachableError, match="too many pulls are"):
-            centers[0]._remote.pull(0.0)
+            sessions.remote(centers[0]).pull(0.0)
         with pytest.raises(errors.NotInitializedError):
-            centers[1]._remote.pull(0.0)
+            sessions.remote(centers[1]).pull(0.0)
 
 
 def test_rejected_peer_is_disconnected_after_timeout(server, center, monkeypatch):
     with Peer(center, "socket") as peer:
-        monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 0.3)
+        tuning.set_handshake_timeout(monkeypatch, 0.3)
         peer.send_bytes(
             frame_bytes(pb.Header(join=pb.Join(protocol=_address.PROTOCOL)))
         )
-        begin, accepted = time.monotonic(), server._listeners["socket"]._connections
+        begin, accepted = (
+            time.monotonic(),
+            sessions.listener(server, "socket")._connections,
+        )
         with sending_single_bytes(peer.send_bytes):
             wait_until(lambda: not accepted)
         assert time.monotonic() - begin < TIMEOUT / 2
 
 
 def test_peer_with_a_slow_greeting_is_disconnected(server, monkeypatch):
-    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 0.3)
+    tuning.set_handshake_timeout(monkeypatch, 0.3)
     port = int(server.direct_address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as end:
         with contextlib.suppress(OSError):
@@ -680,7 +687,8 @@ def test_traffic_of_workers_that_left_is_forgotten(server, center):
         session.exchange(Submission(1, ones, anchor_version=number))
         session.leave()
     assert (
-        len(server._servicer._traffic._workers) <= 2 * server._servicer.max_workers + 1
+        len(sessions.servicer(server)._traffic._workers)
+        <= 2 * sessions.servicer(server).max_workers + 1
     )
     assert center.status()["bytes_received"] == 20 * ones.nbytes
 
@@ -692,7 +700,7 @@ def test_calls_must_be_a_positive_number(calls):
 
 
 def test_calls_of_none_is_no_limit(monkeypatch):
-    monkeypatch.setattr(_call_limits, "BURST", -1.0)
+    tuning.set_call_burst(monkeypatch, -1.0)
     with (
         service.serve(RULE, SMALL, limits=service.Limits(calls=None)) as server,
         service.Observer(server.address) as eve,
@@ -727,14 +735,14 @@ def open_rejected_connections(port, count=5):
 
 
 def threads_of_connections(server):
-    return len(server._listeners["socket"]._threads._running)
+    return len(sessions.listener(server, "socket")._threads._running)
 
 
 def test_connections_of_a_host_beyond_its_limit_use_no_thread(
     serve_few_connections, monkeypatch
 ):
     with serve_few_connections() as server:
-        listener = server._listeners["socket"]
+        listener = sessions.listener(server, "socket")
         served = []
         monkeypatch.setattr(listener, "_serve", lambda end: served.append(end.close()))
         open_rejected_connections(int(server.direct_address.rpartition(":")[2]), 20)
@@ -755,9 +763,11 @@ def test_worker_joins_from_a_host_with_too_many_connections(
             anna = center.join("anna")
             open_rejected_connections(port)
             assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
-            anna._link.cancel()
+            sessions.link(anna).cancel()
             assert anna.exchange(Submission(2, SMALL, anchor_version=1)).version == 2
-        assert not server._servicer.call_limits.accepts_connection("this machine")
+        assert not sessions.servicer(server).call_limits.accepts_connection(
+            "this machine"
+        )
 
 
 def test_accept_rate_of_a_port_is_limited(monkeypatch):

@@ -30,15 +30,15 @@ LIMIT = 60  # s, generous: no test should come near it
 
 def crash(center):
     """End a connection as a kill of its process would: without leaving."""
-    center._connection.stop()
-    for session in center._sessions.values():
+    sessions.connection(center).stop()
+    for session in sessions.of_center(center):
         session.disconnect()
-    center._connection.close()
+    sessions.connection(center).close()
 
 
 def lose_an_answer(center, *, after, dies):
     """Cut the connection of the next exchange, before or after its answer."""
-    remote = center._remote
+    remote = sessions.remote(center)
     receive = remote.answer_in
 
     def lost(snapshot, link, submission):
@@ -46,7 +46,7 @@ def lose_an_answer(center, *, after, dies):
         if after:
             receive(snapshot, link, submission)
         if dies:
-            center._connection.stop()  # no retries
+            sessions.connection(center).stop()  # no retries
         link.cancel()
         raise errors.CenterUnreachableError("the test has cut it")
 
@@ -332,7 +332,7 @@ def joining(worker="anna"):
 
 
 def exchange_by(server, call):
-    servicer = server._servicer
+    servicer = sessions.servicer(server)
     return servicer.exchange(joining(), call, servicer.authenticator.caller(), "grpc")
 
 
@@ -414,7 +414,7 @@ def test_memory_of_a_message_is_released_with_its_answer(transport):
         join = {"address": server.address, "worker": "anna", "transports": [transport]}
         worker.ask(do="join", **join)
         messages, free = [], 0
-        buffers = server._servicer.buffers
+        buffers = sessions.servicer(server).buffers
         take = buffers.take
 
         def recorded(size):
@@ -562,7 +562,7 @@ def test_leave_of_an_old_session_keeps_the_new_one():
         center = connected()
         first, second = center.join("anna"), center.join("anna")
         first.leave()
-        assert list(center._sessions.values()) == [second]
+        assert list(sessions.of_center(center)) == [second]
 
 
 def test_bytes_of_concurrent_exchanges_are_all_counted():
@@ -571,7 +571,7 @@ def test_bytes_of_concurrent_exchanges_are_all_counted():
     with served() as (server, connected):
         center = connected()
         exchanges, workers = 5, [center.join(f"worker {i}") for i in range(4)]
-        total = server._servicer._traffic.total
+        total = sessions.servicer(server)._traffic.total
 
         class Slow(type(total)):
             def __getattribute__(self, name):
@@ -613,8 +613,8 @@ def test_signs_of_life_continue_after_one_that_raises(monkeypatch, caplog):
 
     with served(limits=service.Limits(lease=1.0)) as (_, connected):
         center = connected()
-        unary = center._connection.unary
-        monkeypatch.setattr(center._connection, "unary", fails_once)
+        unary = sessions.connection(center).unary
+        monkeypatch.setattr(sessions.connection(center), "unary", fails_once)
         center.join("anna")
         assert again.wait(LIMIT)
     assert "thread 'agn-optax heartbeat' failed, and goes on" in caplog.text
@@ -631,7 +631,7 @@ def test_connections_are_accepted_after_one_that_raised(transport, monkeypatch, 
         return submit(call, *args, **kwargs)
 
     with served() as (server, _):
-        threads = server._listeners[transport]._threads
+        threads = sessions.listener(server, transport)._threads
         submit = threads.submit
         monkeypatch.setattr(threads, "submit", fails_once)
         for _ in range(2):  # the first one finds no transport

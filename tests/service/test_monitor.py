@@ -9,7 +9,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import shared
+from helpers import sessions, shared
 from helpers.waiting import LIMIT, wait_until
 
 from agn_optax import center as centers
@@ -33,7 +33,7 @@ def watched(params=START, **settings):
         service.serve(RULE, params, page=HERE, **settings) as server,
         service.connect(server.address, RULE) as center,
     ):
-        yield server, server._listeners["page"].monitor, center
+        yield server, sessions.listener(server, "page").monitor, center
 
 
 def events(monitor, kind=None):
@@ -150,12 +150,12 @@ def test_joining_losing_and_leaving_are_events():
         carl = center.join("carl")
         monitor.update()
         carl.leave()
-        session._link.cancel()  # as at a network failure
+        sessions.link(session).cancel()  # as at a network failure
         wait_until(lambda: monitor.update() or ("lost", "anna") in events(monitor))
         assert worker(monitor, "anna")["end_reason"] == ""
         exchanged(session, 1)
         monitor.update()
-        session._link.cancel()
+        sessions.link(session).cancel()
         wait_until(
             lambda: monitor.update() or events(monitor).count(("lost", "anna")) == 2
         )
@@ -188,7 +188,7 @@ def test_new_session_of_the_same_worker_is_an_event():
         session = center.join("anna")
         exchanged(session, 1)
         monitor.update()
-        session._link.cancel()
+        sessions.link(session).cancel()
         wait_until(lambda: not server.center.core.members()[1]["anna"].connected)
         exchanged(again.join("anna"), 1)
         monitor.update()
@@ -286,7 +286,7 @@ def test_rejected_callers_do_not_displace_other_events():
     with watched() as (server, monitor, center):
         center.join("anna")
         monitor.update()
-        on_event = server._servicer.on_event
+        on_event = sessions.servicer(server).on_event
         for n in range(1000):
             error = errors.NotAllowedError(f"number {n}")
             on_event("rejected", f"stranger-{n}", error, "192.0.2.1")
@@ -340,7 +340,7 @@ def test_reports_with_ever_new_names_take_no_more_memory():
         for n in range(1, 5):
             reported = {f"{n}-{i}": 0.0 for i in range(60)}
             exchanged(session, n, anchor=n - 1, reported=reported)
-        assert len(server._servicer._traffic._workers["anna"].reported) == 60
+        assert len(sessions.servicer(server)._traffic._workers["anna"].reported) == 60
 
 
 def test_curve_has_points_at_exchanges_and_gaps_between_sessions():
@@ -395,14 +395,14 @@ def test_event_queue_is_bounded_and_does_not_block(monkeypatch):
         began = time.monotonic()
         for n in range(2 * _monitor._MAX_INBOX):
             answer = centers.Answer(None, n, n)
-            server._servicer.on_event("exchange", "anna", "1", answer)
+            sessions.servicer(server).on_event("exchange", "anna", "1", answer)
         assert len(monitor._inbox) == _monitor._MAX_INBOX
         assert time.monotonic() - began < 10
 
 
 def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
     with watched() as (server, monitor, center):
-        server._servicer.on_event("exchange", "wrong")
+        sessions.servicer(server).on_event("exchange", "wrong")
         center.join("anna")
         wait_until(lambda: ("joined", "anna") in events(monitor))
     assert "thread 'agn-optax monitor' failed" in caplog.text
@@ -413,6 +413,8 @@ def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
 def test_server_without_a_page_keeps_no_events():
     with service.serve(RULE, START) as server:
         assert server.page_address is None
-        assert server._servicer.on_event is _servicer._ignore_event
-        status = server._servicer.status(pb.StatusRequest(), _monitor.EVERYBODY)
+        assert sessions.servicer(server).on_event is _servicer._ignore_event
+        status = sessions.servicer(server).status(
+            pb.StatusRequest(), _monitor.EVERYBODY
+        )
         assert status.page_address == ""

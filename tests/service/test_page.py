@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import certificates, ports, shared, tuning
+from helpers import certificates, ports, sessions, shared, tuning
 from helpers.waiting import returned, wait_until
 from prometheus_client import parser
 
@@ -42,7 +42,7 @@ def open_server():
             Submission(1, ONES, anchor_version=0, reported={"loss": 0.5, "x": np.nan})
         )
         center.join("bert").exchange(Submission(1, ONES, anchor_version=0))
-        server._listeners["page"].monitor.update()
+        sessions.listener(server, "page").monitor.update()
         yield server
 
 
@@ -228,7 +228,7 @@ def test_page_needs_the_tokens_of_the_center():
             assert ask(server, path, Cookie="token=" + LOOKS)[0] == 401
             assert ask(server, path, **bearer("tok\u00e9n-0123456789"))[0] == 401
         assert ask(server, "/")[0] == 200  # the page itself has no data
-        page = server._listeners["page"]
+        page = sessions.listener(server, "page")
         page.monitor.update()
         page.state._next = 0.0  # do not use the cached state
         seen = ask(server, "/state.json", **bearer(LOOKS))[2].decode()
@@ -341,7 +341,7 @@ def test_slow_request_is_disconnected(open_server, monkeypatch):
 
 
 def test_client_that_does_not_read_is_disconnected(open_server, monkeypatch):
-    page = open_server._listeners["page"]
+    page = sessions.listener(open_server, "page")
     tuning.set_page_timeout(monkeypatch, 0.3)
     monkeypatch.setattr(page, "html", bytes(64 << 20))
     wait_until(lambda: not page._connections)
@@ -366,7 +366,7 @@ def test_many_connections_use_few_threads_and_block_no_request(monkeypatch):
             stack.enter_context(end)
             end.sendall(b"G")  # without it, the system accepts no connection yet
         assert ask(server, "/state.json")[0] == 200
-        assert len(server._listeners["page"]._connections) <= most
+        assert len(sessions.listener(server, "page")._connections) <= most
         # Some are about to end; silent connections would be closed after 10 s only.
         wait_until(lambda: threading.active_count() <= before + most + 1, limit=5)
         session.exchange(Submission(1, ONES, anchor_version=0))
@@ -385,7 +385,7 @@ def test_expensive_state_is_cached_longer(open_server, monkeypatch):
         computed.append(1)
         return b""
 
-    state = type(open_server._listeners["page"].state)(make)
+    state = type(sessions.listener(open_server, "page").state)(make)
     for _ in range(100):
         state()
     assert len(computed) == 1
@@ -403,7 +403,7 @@ def test_page_ends_with_its_server():
     with contextlib.closing(http.client.HTTPConnection(host, port)) as end:
         end.request("GET", "/")
         end.getresponse().read()
-        server._listeners["page"].drain()
+        sessions.listener(server, "page").drain()
         end.request("GET", "/state.json")
         view = json.loads(end.getresponse().read())
         assert view["draining"]

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import children, shared
+from helpers import children, sessions, shared
 
 from agn_optax import errors, service
 from agn_optax.center import Answer, Submission
@@ -298,8 +298,8 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
         with service.serve(RULE, START, page="127.0.0.1:0") as server:
             for number, value in enumerate(map(int, staleness)):
                 answer = Answer(None, number + 1, number + 1, staleness=value)
-                server._servicer.on_event("exchange", "a", "session", answer)
-            server._listeners["page"].monitor.update()
+                sessions.servicer(server).on_event("exchange", "a", "session", answer)
+            sessions.listener(server, "page").monitor.update()
             browser.get(server.page_address)
             until(lambda: shown.find("#shown").is_displayed())
             found, widths = bars(shown)

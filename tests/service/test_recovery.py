@@ -131,7 +131,7 @@ def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport, monkeyp
     ):
         sessions.join(other, "other")
         worker, loop = start(center, period=1, patience=0)
-        center._connection.timeout = LIMIT
+        sessions.connection(center).timeout = LIMIT
 
         def hiccup():
             clock.pass_waiting(center, 1.5 * LIMIT)
@@ -205,7 +205,7 @@ def test_message_in_a_dtype_without_x64_is_rejected():
     with service.serve(RULE, ZEROS) as server:
         message = pb.Message(sequence=1, dtype="float64")
         with pytest.raises(errors.InvalidArgumentError, match="JAX_ENABLE_X64"):
-            server._servicer._frames.message_schema(message)
+            sessions.servicer(server)._frames.message_schema(message)
 
 
 @pytest.mark.parametrize("ends", ["breaks off", "initializes"])
@@ -219,7 +219,9 @@ def test_chief_waits_while_another_one_initializes_the_center(ends, lively, capl
         service.connect(server.address, RULE) as second,
     ):
         link, frame = links.begin_to_initialize(first, params, "first")
-        wait_until(lambda: server._servicer.call_limits.initializations._counts)
+        wait_until(
+            lambda: sessions.servicer(server).call_limits.initializations._counts
+        )
         initializing = in_background(
             lambda: second.initialize(params + 1, worker="second"), "second"
         )

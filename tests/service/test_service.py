@@ -19,7 +19,7 @@ import optax
 import pytest
 from grpc._server import _RPCState
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers import network, ports, shared, tuning
+from helpers import network, ports, sessions, shared, tuning
 from helpers.support import RULES, assert_identical, tree
 from helpers.waiting import BUSY, LIMIT, wait_until
 
@@ -144,7 +144,7 @@ def test_ended_connection_is_read_for_the_reason_before_a_retry(serve, connect, 
     session.submit(Submission(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0))
     wait_until(lambda: center.status()["rejected"])
     if direct is False:  # gRPC notices the end by itself
-        wait_until(lambda: session._link.is_done())
+        wait_until(lambda: sessions.link(session).is_done())
     with pytest.raises(errors.MessageRejectedError, match="its norm is"):
         session.collect(1)
     assert center.status()["rejected"] == {"norm": 1}
@@ -512,12 +512,12 @@ def test_worker_with_patience_trains_through_an_outage(serve, connect, transport
         for _ in range(2):
             params, state = a_step(worker, params, state)
         net.cut()
-        center._connection.timeout = 0.2
+        sessions.connection(center).timeout = 0.2
         for _ in range(2 + 5):  # the message cannot be sent; patience covers it
             params, state = a_step(worker, params, state)
         assert worker.exchanges == server.center.version == 1
         assert center.unreachable_since is not None
-        center._connection.timeout = 10.0
+        sessions.connection(center).timeout = 10.0
         mending = threading.Timer(0.3, net.mend)
         mending.start()
         params, state = a_step(worker, params, state)  # waits
@@ -538,11 +538,11 @@ def test_worker_without_patience_raises_for_a_lost_center(serve, connect, transp
         worker = a_worker(center, patience=0)
         params, state = worker.start()
         net.cut()
-        center._connection.timeout = 0.2
+        sessions.connection(center).timeout = 0.2
         with pytest.raises(errors.CenterUnreachableError, match="not answer since"):
             worker.exchange(params, state)
         net.mend()
-        center._connection.timeout = 10.0
+        sessions.connection(center).timeout = 10.0
         worker.exchange(params, state)
         assert server.center.version == worker.exchanges == 1
 
@@ -604,8 +604,8 @@ def test_drain_ends_waiting_exchanges_without_applying_them(serve, connect):
         except errors.CenterUnreachableError as error:
             waiting.append(error)
 
-    anna._workers[0].machine.patience = 0
-    anna.center._connection.timeout = 1.0
+    sessions.fragment(anna).machine.patience = 0
+    sessions.connection(anna.center).timeout = 1.0
     thread = threading.Thread(target=exchange)
     thread.start()
     while not any(row["waits"] for row in center.status()["workers"]):
@@ -746,14 +746,14 @@ def test_retry_completes_an_exchange_that_reached_one_shard(serve, connect, tran
         worker = a_worker(center, patience=0)
         params, state = worker.start(ONES, chief=True)
         net.cut()
-        center.centers[1]._connection.timeout = 0.2
+        sessions.connection(center.centers[1]).timeout = 0.2
         with pytest.raises(errors.CenterUnreachableError, match=net.address):
             worker.exchange(jax.tree.map(lambda x: x - 1, params), state)
         # Over gRPC the message may still be in flight.
         wait_until(lambda: servers[0].center.version == 1)
         assert servers[1].center.version == 0
         net.mend()
-        center.centers[1]._connection.timeout = 10.0
+        sessions.connection(center.centers[1]).timeout = 10.0
         params, state = worker.exchange(params, state)
         assert [s.center.version for s in servers] == [1, 1]
         for leaf in jax.tree.leaves((params, center.pull().params)):

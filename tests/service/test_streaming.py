@@ -7,7 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import shared
+from helpers import sessions, shared
 from helpers.support import assert_identical, feeds, run_worker
 from helpers.waiting import wait_until
 
@@ -28,7 +28,7 @@ class HeldBytes:
         self._lock = threading.Lock()
 
     def watch(self, server):
-        buffers = server._servicer.buffers
+        buffers = sessions.servicer(server).buffers
         take = buffers.take
 
         def watched(size):

@@ -50,7 +50,7 @@ def connected(server, tls, *transports, rule=RULE, **settings):
 
 
 def transport_of(center):
-    (session,) = center._sessions.values()
+    (session,) = sessions.of_center(center)
     return session.transport
 
 
@@ -90,8 +90,8 @@ def test_many_small_leaves_are_exchanged_over_tls(server_tls, pem):
     ):
         answer = sessions.exchange(center, leaves, anchor_version=0, worker="anna")
         assert all(not leaf.any() for leaf in answer.params)
-        (session,) = center._sessions.values()
-        link = session._link
+        (session,) = sessions.of_center(center)
+        link = sessions.link(session)
         assert link._sock.version() in ("TLSv1.2", "TLSv1.3")
 
 
@@ -143,7 +143,7 @@ def test_plain_text_is_not_answered_by_a_center_with_tls(server_tls):
         RULE, params(), security=service.Security(tls=server_tls)
     ) as server:
         host, _, port = server.direct_address.rpartition(":")
-        listener = server._listeners["socket"]
+        listener = sessions.listener(server, "socket")
         with socket.create_connection((host, int(port)), timeout=LIMIT) as end:
             end.sendall(b"agn_optax direct 2\n" + sessions.offer(server, "socket").key)
             received = b""
@@ -163,7 +163,7 @@ def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
     ):
         for version in range(4):
             sessions.exchange(center, params(), anchor_version=version, worker="anna")
-            for each in list(server._listeners["socket"]._connections.values()):
+            for each in list(sessions.listener(server, "socket")._connections.values()):
                 each.cancel()
         assert server.center.version == 4
 

@@ -4,6 +4,9 @@
 parameters that it reads, these tests fail.
 """
 
+import contextlib
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,17 +14,43 @@ import pytest
 from agn_optax.round import axes_of_collectives
 
 P = jax.sharding.PartitionSpec
+ONTO_THE_NEXT = [(0, 1), (1, 0)]
+
+
+def ragged(x):
+    starts, ones = jnp.arange(2), jnp.ones(2, jnp.int32)
+    return jax.lax.ragged_all_to_all(
+        x, jnp.zeros_like(x), starts, ones, starts, ones, axis_name="workers"
+    )
+
+
+def sent_and_received(x):
+    token = jax.lax.psend(x, "workers", ONTO_THE_NEXT)
+    return jax.lax.precv(token, jax.typeof(x), "workers", ONTO_THE_NEXT)
+
+
 COLLECTIVES = {
     "psum": lambda x: jax.lax.psum(x, "workers"),
     "pmean": lambda x: jax.lax.pmean(x, "workers"),
     "pmax": lambda x: jax.lax.pmax(x, "workers"),
+    "pmin": lambda x: jax.lax.pmin(x, "workers"),
     "all_gather": lambda x: jax.lax.all_gather(x, "workers"),
     "all_gather to invarying": lambda x: jax.lax.all_gather(
         x, "workers", to="invarying"
     ),
     "psum_scatter": lambda x: jax.lax.psum_scatter(x, "workers", tiled=True),
     "all_to_all": lambda x: jax.lax.all_to_all(x, "workers", 0, 0, tiled=True),
-    "ppermute": lambda x: jax.lax.ppermute(x, "workers", [(0, 1), (1, 0)]),
+    "ragged_all_to_all": ragged,
+    "pswapaxes": lambda x: jax.lax.pswapaxes(x[:2], "workers", 0),
+    "ppermute": lambda x: jax.lax.ppermute(x, "workers", ONTO_THE_NEXT),
+    "pshuffle": lambda x: jax.lax.pshuffle(x, "workers", [1, 0]),
+    "pbroadcast": lambda x: jax.lax.pbroadcast(x, ("workers",), 0),
+    "psend precv": sent_and_received,
+}
+SILENT = {
+    "axis_index": lambda x: x * jax.lax.axis_index("workers"),
+    "axis_size": lambda x: x * jax.lax.axis_size("workers"),
+    "pcast": lambda x: x * jax.lax.pcast(jnp.ones(()), "workers", to="varying"),
 }
 INSIDE = {
     "the program": lambda f: f,
@@ -37,7 +66,7 @@ INSIDE = {
 }
 
 
-def axes(function):
+def axes(function, *, check_vma=False):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("workers",), axis_types=auto)
     mapped = jax.shard_map(
@@ -45,7 +74,7 @@ def axes(function):
         mesh=mesh,
         in_specs=P("workers"),
         out_specs=P("workers"),
-        check_vma=False,
+        check_vma=check_vma,
     )
     return axes_of_collectives(jax.make_jaxpr(mapped)(jnp.ones(8)).jaxpr)
 
@@ -60,8 +89,21 @@ def test_axes_of_collectives_inside_other_programs_are_found(place):
     assert axes(INSIDE[place](COLLECTIVES["psum"])) == {"workers"}
 
 
-def test_programs_without_collectives_have_no_axes():
-    assert axes(lambda x: x * jax.lax.axis_index("workers")) == set()
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("name", SILENT)
+def test_programs_without_collectives_have_no_axes(name, check_vma):
+    assert axes(SILENT[name], check_vma=check_vma) == set()
+
+
+def test_every_function_of_jax_with_an_axis_name_is_tested_here():
+    """A function that a new JAX adds belongs in `COLLECTIVES` or in `SILENT`."""
+    named = set()
+    for name, function in vars(jax.lax).items():
+        with contextlib.suppress(TypeError, ValueError):  # no function with a signature
+            if "axis_name" in inspect.signature(function).parameters:
+                named.add(name)
+    tested = {name for names in [*COLLECTIVES, *SILENT] for name in names.split()}
+    assert named <= tested
 
 
 def test_collectives_in_an_ignored_scope_do_not_count():

@@ -1,7 +1,7 @@
 """The transports between workers and a center.
 
-Each transport is a module of this package with both ends; `_transport` has their
-interface. This module lists the transports.
+Each transport is a module of this package with both ends; `_transport` and
+`_link` have their interface. This module lists the transports.
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from agn_optax import errors
 from agn_optax.service.transports import _socket as sockets  # noqa: F401
 from agn_optax.service.transports._grpc import GRPC
 from agn_optax.service.transports._grpc import GrpcLink as GrpcLink
+from agn_optax.service.transports._link import Link as Link
 from agn_optax.service.transports._memory import MEMORY
 from agn_optax.service.transports._socket import SOCKET
-from agn_optax.service.transports._transport import Link as Link
 from agn_optax.service.transports._transport import Listener as Listener
 from agn_optax.service.transports._transport import ListenSettings as ListenSettings
 from agn_optax.service.transports._transport import Target as Target

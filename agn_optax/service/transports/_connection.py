@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -24,11 +24,9 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._watchdog import MIN_RATE, watchdog
 from agn_optax.service.security import _handshake, _tls, _token
 from agn_optax.service.security._tls import Tls
+from agn_optax.service.transports._link import Link
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._frames import do_nothing
-
-if TYPE_CHECKING:
-    from agn_optax.service.transports import Link
 
 T = TypeVar("T")
 

@@ -26,6 +26,7 @@ from agn_optax.service.security._access import Caller
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.transports._connection import Connection
+from agn_optax.service.transports._link import Link
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import Frame, FrameReader, join_pieces
@@ -44,7 +45,7 @@ MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Pyth
 # The worker's end.
 
 
-class GrpcLink(_transport.Link):
+class GrpcLink(Link):
     """A gRPC call.
 
     Args:
@@ -340,7 +341,7 @@ class JoinedMessages:
         return size
 
 
-def _dial(target: _transport.Target) -> _transport.Link:
+def _dial(target: _transport.Target) -> Link:
     """Start a call; whether the center answers it is not known yet."""
     return GrpcLink(target.connection, "Exchange", target.buffers)
 

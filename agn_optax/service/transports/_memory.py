@@ -24,6 +24,7 @@ from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _socket, _transport
+from agn_optax.service.transports._link import Link
 from agn_optax.service.wire import _buffers
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import Frame
@@ -309,7 +310,7 @@ def _listen(
     )
 
 
-def _dial(target: _transport.Target) -> _transport.Link:
+def _dial(target: _transport.Target) -> Link:
     """Connect to the center, with a handshake."""
     if not IS_SUPPORTED:
         raise OSError("this system cannot share memory")

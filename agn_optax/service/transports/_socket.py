@@ -31,6 +31,7 @@ from agn_optax.service.security._access import KEY_SIZE, Caller
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
+from agn_optax.service.transports._link import Link
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import Frame, FrameReader, join_pieces
@@ -92,7 +93,7 @@ def dial_socket(target: _transport.Target, tls: Tls | None = None) -> socket.soc
         return sock
 
 
-class SocketLink(_transport.Link):
+class SocketLink(Link):
     """A direct connection.
 
     Args:
@@ -554,7 +555,7 @@ def _listen(
     return SocketListener(servicer, listen_abstract(), context)
 
 
-def _dial(target: _transport.Target) -> _transport.Link:
+def _dial(target: _transport.Target) -> Link:
     """Connect to the center, with a handshake."""
     return SocketLink(dial_socket(target, target.connection.tls), target.buffers)
 
