@@ -203,8 +203,8 @@ def markdown(table: Row) -> str:
 class Process(ProcessPoolExecutor):
     """A separate process, which runs functions for this one, in order.
 
-    It is spawned, never forked: neither JAX nor gRPC survives a fork. As a context
-    manager it is killed at the end.
+    It is spawned, never forked: neither JAX nor gRPC survives a fork. It is a
+    context manager, which kills the process at the end.
     """
 
     def __init__(self) -> None:

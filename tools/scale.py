@@ -153,8 +153,8 @@ def page(args: argparse.Namespace) -> str:
         f"at each worker and {args.center_bandwidth}\nat each host of a center; round "
         f"trips of {1e3 * args.latency:g} ms. An empty exchange takes "
         f"{1e3 * args.overhead:g} ms.\nMessages and answers pass "
-        f"through both ends at {args.endpoint_rate}/s, and the center's arithmetic "
-        f"reads and\nwrites {args.apply_rate}/s."
+        f"through both ends at {args.endpoint_rate}/s, and the center's arithmetic\n"
+        f"reads and writes {args.apply_rate}/s."
     )
     parts = [
         [assumed],

@@ -53,7 +53,7 @@ def retry(
       pauses: the first and the longest pause in seconds.
       wait: waits for a pause in seconds; true if no further attempt may follow.
       is_final: whether to raise an exception instead of trying again.
-      record: is told each exception after which an attempt may follow.
+      record: is called with each exception after which an attempt may follow.
 
     Raises:
       Exception: the exception of the last attempt.

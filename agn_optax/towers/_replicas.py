@@ -67,11 +67,11 @@ class PerTower:
           TreeMismatchError: the pieces do not fit the mesh's axes and sizes.
         """
         sizes = sharding.mesh.shape
-        if missing := [name for name in self.axes if name not in sizes]:
+        if any(name not in sizes for name in self.axes):
             raise errors.TreeMismatchError(
-                f"state has pieces of axes {self.axes} (of a center in shards), and "
-                f"these towers have no {missing[0]!r} among {tuple(sizes)}: give these "
-                "towers the axes of those on which the state was made"
+                f"state has pieces of a center in shards over axes {self.axes}, but "
+                f"these towers have only the axes {tuple(sizes)}: make towers with the "
+                "same axis names as those that made the state"
             )
         expected = tuple(sizes[name] for name in self.axes)
         for leaf in jax.tree.leaves(self.rows):
@@ -96,7 +96,7 @@ class Mean:
     """
 
     rows: PyTree
-    # Whether the mean is over all workers, or over the towers of the first one.
+    # True: the mean is over all workers. False: over the first worker's towers.
     of_workers: bool = dataclasses.field(metadata={"static": True})
 
 
@@ -171,9 +171,9 @@ def agreement(state: PyTree, workers: int) -> Agreement:
 
 
 def common_leaves(state: PyTree) -> dict[str, Any]:
-    """Return, by path, the leaves that must be equal on the towers of a worker.
+    """Return, by path, the leaves that are not marked as differing on purpose.
 
-    Random keys are among them, although they differ.
+    Random keys are included, although they differ; skip them to compare values.
     """
     marked = mark_differing(state, of_workers=False)
     common = trees.map_nodes(lambda _: None, marked, (PerTower, Mean))

@@ -2,9 +2,9 @@
 
     python docs/figures/drawings.py
 
-The drawings have no background and follow the light or dark colors of their page. As an
-image, a drawing follows the setting of the reader's system; inlined in the site, it
-follows the site's switch.
+The drawings have no background and follow the light or dark colors of their page. A
+drawing shown as an image follows the setting of the reader's system; a drawing inlined
+in the site follows the site's switch.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def check(found, benchmark):
 
 
 def test_quick_run_writes_results_and_plots_them(tmp_path, monkeypatch):
-    """In this process, to save the imports."""
+    """The benchmark runs in this process, to save the imports."""
     file = tmp_path / "found.json"
     monkeypatch.setattr(
         sys, "argv", [exchange.__file__, "--quick", "--json", str(file)]

@@ -61,7 +61,7 @@ class KnownSession:
     until: float = math.inf
     has_ended: bool = False
     settled: int = 0
-    owed: bool = False  # its response is not acknowledged
+    unacknowledged: bool = False  # a response waits for acknowledgement
     exchanges: int = 0
     dropped: int = 0
     rejected: int = 0
@@ -74,7 +74,7 @@ class KnownSession:
             return Stage.ENDED
         if self.message:
             return Stage.WAITING
-        return Stage.ANSWERED if self.owed else Stage.IDLE
+        return Stage.ANSWERED if self.unacknowledged else Stage.IDLE
 
 
 class Commands(RuleBasedStateMachine):
@@ -130,7 +130,7 @@ class Commands(RuleBasedStateMachine):
     def end_session(self, name):
         known = self.last[name]
         known.has_ended, known.connected, known.until = True, False, math.inf
-        known.message, known.owed = None, False
+        known.message, known.unacknowledged = None, False
         self.newly_ended.add(name)
         self.ended.append(name)
         if len(self.ended) > REMEMBERED:
@@ -302,7 +302,7 @@ class Commands(RuleBasedStateMachine):
         waits = self.ledger.submit(name, session_id, message, self.now)
         assert waits == (ahead == 1)
         if waits:
-            known.owed = False
+            known.unacknowledged = False
         if waits and known.message is None:
             known.round_version = max(known.round_version, anchor)
             known.message = (sequence, anchor, self.now)
@@ -323,7 +323,7 @@ class Commands(RuleBasedStateMachine):
         sequence = (known.settled if known else 0) + ahead
         self.ledger.acknowledge(name, session_id, sequence)
         if self.is_there(name, session_id) and ahead == 0:
-            known.owed = False
+            known.unacknowledged = False
 
     @rule(fails=st.booleans(), unwanted=st.sets(NAMES))
     def due(self, fails, unwanted):
@@ -374,7 +374,7 @@ class Commands(RuleBasedStateMachine):
             if name in rejected and known.consecutive_rejections >= IN_A_ROW:
                 continue  # counts as never received, too
             assert sequence == known.settled + 1  # no exchange is settled twice
-            known.settled, known.owed = sequence, True
+            known.settled, known.unacknowledged = sequence, True
             known.round_version = self.version + moves
             known.rounds += batch.applies
             if batch.applies and name not in rejected:
@@ -397,7 +397,7 @@ class Commands(RuleBasedStateMachine):
         for known in self.there.values():
             known.connected, known.connection, known.timeout = False, 0, None
             known.until = self.now + self.lease
-            known.message, known.owed = None, False
+            known.message, known.unacknowledged = None, False
         for known in self.last.values():
             known.connection = 0
         self.ledger.take_ended()  # departures that the owner has not seen before

@@ -70,7 +70,7 @@ def test_messages_must_be_message_limits():
         Limits(messages=True)
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("mode", [None, Synchronous()])
 @pytest.mark.parametrize(
     ("settings", "good", "bad", "why"),
@@ -86,8 +86,8 @@ def test_messages_must_be_message_limits():
         ),
     ],
 )
-def test_message_beyond_a_limit_is_rejected(settings, good, bad, why, mode, packs):
-    center = (PackedCenter if packs else LocalCenter)(
+def test_message_beyond_a_limit_is_rejected(settings, good, bad, why, mode, flatten):
+    center = (PackedCenter if flatten else LocalCenter)(
         shared.downpour(),
         ZEROS,
         mode=mode,

@@ -73,13 +73,13 @@ def of_norm(norm, dtype="float32"):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_message_that_is_not_finite_or_far_too_large_does_not_move_the_center(
-    dtype, packs, mode
+    dtype, flatten, mode
 ):
     params = times(0.0, dtype)
-    center = (PackedCenter if packs else LocalCenter)(
+    center = (PackedCenter if flatten else LocalCenter)(
         shared.downpour(), params, mode=mode
     )
     allowed, excessive = LIMITS[dtype]
@@ -126,11 +126,11 @@ def test_rounds_of_the_largest_messages_leave_the_optimizer_finite(combine, dtyp
         assert np.isfinite(np.asarray(leaf, np.float64)).all()
 
 
-@pytest.mark.parametrize("packs", [True, False])
-def test_round_whose_norms_exceed_float32_is_rejected(packs):
+@pytest.mark.parametrize("flatten", [True, False])
+def test_round_whose_norms_exceed_float32_is_rejected(flatten):
     """NumPy must not warn, because the warning as an error would fail the round."""
     mode = agn_optax.center.Synchronous()
-    center = (PackedCenter if packs else LocalCenter)(
+    center = (PackedCenter if flatten else LocalCenter)(
         shared.downpour(), times(0.0), mode=mode
     )
     sessions = [center.join(name) for name in "abc"]

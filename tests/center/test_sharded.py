@@ -119,9 +119,9 @@ def test_message_dropped_by_all_shards_is_restored_to_the_residual(late):
     params, state = worker.exchange(moved, state)
     assert worker.dropped == 1
     for name, contributed, sent in (("a", 0.375, 0.5), ("b", 1.0, 1.0)):
-        owed = contributed if len(late) == 2 else contributed - sent
+        expected = contributed if len(late) == 2 else contributed - sent
         residual = np.asarray(state.codec_state.residual[name])
-        np.testing.assert_array_equal(residual, np.full_like(residual, owed))
+        np.testing.assert_array_equal(residual, np.full_like(residual, expected))
 
 
 @pytest.mark.parametrize("where", ["submit", "collect", "acknowledge"])

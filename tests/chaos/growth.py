@@ -28,7 +28,7 @@ def run(count, spares):
 
         def _exchange(self, until):
             number, end = 0, time.monotonic() + max(runner.LIMIT, until / 10)
-            while sum(tally["landed"] for tally in self.tallies) < until:
+            while sum(tally["received"] for tally in self.tallies) < until:
                 assert time.monotonic() < end, "exchanges do not go on"
                 time.sleep(_EVERY)
                 self.links[number % len(self.links)].cut_once()

@@ -250,7 +250,7 @@ class Run(contextlib.ExitStack):
                 self._spares.give_back(self._own.pop(number))
         self._end(outcome)
         outcome.steps = sum(tally.steps() for tally in self.tallies)
-        outcome.exchanges = sum(tally["landed"] for tally in self.tallies)
+        outcome.exchanges = sum(tally["received"] for tally in self.tallies)
         invariants.check_versions(self.tallies, chosen, outcome.broken)
 
     def faults(self, outcome):
@@ -279,12 +279,12 @@ class Run(contextlib.ExitStack):
 
     def _recovered(self, outcome):
         """Return the seconds until all survivors have exchanged again."""
-        before = {n: self.tallies[n]["landed"] for n in self._own}
+        before = {n: self.tallies[n]["received"] for n in self._own}
         begin = time.monotonic()
-        while any(self.tallies[n]["landed"] == had for n, had in before.items()):
+        while any(self.tallies[n]["received"] == had for n, had in before.items()):
             if time.monotonic() - begin > self._scenario.recovers:
                 for number, had in before.items():
-                    if self.tallies[number]["landed"] == had:
+                    if self.tallies[number]["received"] == had:
                         outcome.broken.append(self._stuck(number))
                 break
             time.sleep(_LOOK)

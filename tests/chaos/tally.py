@@ -6,7 +6,7 @@ the file records that the center may have it, and after its answer that it must.
 
 import numpy as np
 
-_NUMBERS = ["landed", "lost", "backwards", "rejected", "made"]
+_NUMBERS = ["received", "lost", "backwards", "rejected", "made"]
 
 
 class Tally:
@@ -27,8 +27,8 @@ class Tally:
         self.least, self.most = self._all[len(_NUMBERS) :].reshape(2, slots)
 
     def add(self, name, count=1):
-        """Add to a counter: exchanges that ``landed`` or were ``rejected``, ``lost``
-        centers, or versions that went ``backwards``."""
+        """Add to a counter: exchanges ``received`` or ``rejected``, ``lost`` centers,
+        or versions that went ``backwards``."""
         self._all[_NUMBERS.index(name)] += count
 
     def begin(self, number, slots):

@@ -21,7 +21,7 @@ from agn_optax import checkpoint, errors, service
 PACE = 0.005  # seconds between two steps
 INNER = optax.sgd(1.0)
 BAD_EVERY = 17  # steps, where some are bad
-OWED = 1e-3  # a smaller residual is rounding
+RESIDUAL = 1e-3  # a smaller residual is rounding
 
 
 class Training:
@@ -33,7 +33,7 @@ class Training:
         self._stopping, self._pausing = threading.Event(), threading.Event()
         self._joined = threading.Event()
         self._go = threading.Event()
-        self._in_flight, self._fresh = [], []  # slots of steps that have not landed
+        self._in_flight, self._fresh = [], []  # slots of steps, not yet received
         # If true, steps are settled only when all of them are in the center, because an
         # answer does not show which steps it covers.
         self._settles = (
@@ -201,12 +201,12 @@ class Training:
     def _settled(self, worker, loop):
         """Exchange until the center has all steps and residuals."""
         loop = self._exchange(worker, worker.flush, loop)
-        while self._options["burst"] > 1 and _owed(loop[1]) > OWED:
+        while self._options["burst"] > 1 and _residual(loop[1]) > RESIDUAL:
             loop = self._moved(worker, loop, [], 0.0)
             loop = self._exchange(worker, worker.exchange, loop)
             loop = self._exchange(worker, worker.flush, loop)
             if self._stopping.is_set() and time.monotonic() > self._until:
-                raise TimeoutError(f"{_owed(loop[1])} is owed")
+                raise TimeoutError(f"a residual of {_residual(loop[1])} is left")
         if self._options["checkpoints"]:
             self._tally.settle_first(int(self._at["step"]))
         elif self._settles:
@@ -233,16 +233,16 @@ class Training:
         if rejected or (dropped and (len(self._options["address"]) > 1)):
             self._in_flight, self._fresh = [], []  # these steps may be lost
         if self._settles:
-            self._tally.add("landed", worker.exchanges - exchanges)
+            self._tally.add("received", worker.exchanges - exchanges)
             self._see(worker, exchanges)
             return
         for _ in range(worker.exchanges - exchanges):
-            landed, self._in_flight = self._in_flight or self._fresh, []
-            if landed is self._fresh:
+            received, self._in_flight = self._in_flight or self._fresh, []
+            if received is self._fresh:
                 self._fresh = []
             if not dropped:  # a dropped message is not in the center
-                self._tally.settle(landed)
-            self._tally.add("landed")
+                self._tally.settle(received)
+            self._tally.add("received")
         if worker._workers[0].machine.in_flight and not self._in_flight:
             self._in_flight, self._fresh = self._fresh, []
         self._see(worker, exchanges)
@@ -279,7 +279,7 @@ def _moved(tx, params, state, row, moves):
     return optax.apply_updates(params, updates), state
 
 
-def _owed(state):
+def _residual(state):
     """Return the sum of absolute residuals of error feedback."""
     states = getattr(state, "fragments", [state])
     residuals = [each.codec_state.residual for each in states]

@@ -366,7 +366,7 @@ def test_13_sent_plus_residual_is_exact_for_numbers_of_any_size(codec, dtype):
     codec = codecs.error_feedback(codec)
     state = codec.init(like)
     encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
-    owed_of = jax.jit(
+    total_of = jax.jit(
         lambda residual, contribution: jax.tree.map(
             lambda e, k: e + k.astype(e.dtype), residual, contribution
         )
@@ -379,11 +379,11 @@ def test_13_sent_plus_residual_is_exact_for_numbers_of_any_size(codec, dtype):
             ),
             like,
         )
-        owed = owed_of(state.residual, contribution)
+        total = total_of(state.residual, contribution)
         encoded, state = encode(contribution, state)
-        sent = decode(encoded, owed)
+        sent = decode(encoded, total)
         assert_identical(
-            jax.tree.map(np.add, double(sent), double(state.residual)), double(owed)
+            jax.tree.map(np.add, double(sent), double(state.residual)), double(total)
         )
 
 
@@ -417,18 +417,18 @@ def test_13_narrow_center_rounds_decoded_messages_once(codec, is_exact, dtype):
         contribution = jax.tree.map(
             lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), center
         )
-        owed = jax.tree.map(
+        total = jax.tree.map(
             lambda e, k: np.float64(e) + np.float64(k), state.residual, contribution
         )
         encoded, state = encode(contribution, state)
         sent_leaves = double(decode(encoded, center))
-        for owes, takes, rest in zip(
-            *map(jax.tree.leaves, (owed, sent_leaves, double(state.residual))),
+        for summed, decoded, rest in zip(
+            *map(jax.tree.leaves, (total, sent_leaves, double(state.residual))),
             strict=True,
         ):
-            lost = np.abs(owes - takes - rest)
+            lost = np.abs(summed - decoded - rest)
             # The constant allows for the float32 rounding of the sums.
-            most = 0.5 * float(jnp.finfo(dtype).eps) * np.abs(takes) + 1e-6
+            most = 0.5 * float(jnp.finfo(dtype).eps) * np.abs(decoded) + 1e-6
             assert (lost <= most).all()
             missed = max(missed, lost.max())
     assert (missed < 1e-6) == is_exact

@@ -124,7 +124,7 @@ def test_packed_center_is_equal_bit_for_bit_or_not_packed(name):
     rng = seeded()
     params = {"a": rng.normal(size=(25, 20)), "b": rng.normal(size=70)}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    both = [Store(rule_of(name), params, flatten=packs) for packs in (False, True)]
+    both = [Store(rule_of(name), params, flatten=each) for each in (False, True)]
     assert (both[1].packing is None) == (name in ACROSS)
     for late in (0, 1, 2, 0):
         message = jax.tree.map(

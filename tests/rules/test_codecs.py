@@ -236,8 +236,9 @@ def test_dropped_message_is_restored_to_the_residual(overlap):
             loops[i] = worker.exchange(params - 1, state)
     loops = [w.receive(*loop) for w, loop in zip((fresh, stale), loops, strict=True)]
     assert stale.dropped > 0
-    owed = sum(state.codec_state.residual for _, state in loops)
-    np.testing.assert_allclose(owed - center.pull().params, np.full(2, 8.0), atol=1e-5)
+    residual = sum(state.codec_state.residual for _, state in loops)
+    moved = residual - center.pull().params
+    np.testing.assert_allclose(moved, np.full(2, 8.0), atol=1e-5)
 
 
 def test_sign_needs_error_feedback():

@@ -131,7 +131,7 @@ def test_center_stays_float32_with_a_narrow_codec(transport, dtype):
 
 
 def test_bfloat16_message_gets_a_float32_answer(transport):
-    """For a worker with bfloat16 parameters; the two segments have different sizes."""
+    """The worker has bfloat16 parameters; the two segments have different sizes."""
     with served(transport) as (_, center):
         ones = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
         for version in range(3):
@@ -394,7 +394,7 @@ def test_failed_segment_is_made_by_a_later_exchange(monkeypatch, end):
 
 @shares
 def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
-    """If the center's process has none left, it cannot receive segments."""
+    """A process needs a free file descriptor to receive a segment."""
     program = (
         "import os, resource, sys\n"
         "import jax.numpy as jnp\n"

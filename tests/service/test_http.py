@@ -198,7 +198,7 @@ def is_answered(text):
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=STREAMS)
 def test_state_is_shown_only_for_one_loopback_host(address, text):
-    """For any bytes; and one request of a connection is answered."""
+    """A connection gets at most one answer, for any bytes that it sends."""
     received = answer_to(address, text)
     statuses = re.findall(rb"HTTP/1\.0 (\d+) ", received)
     assert len(statuses) <= 1

@@ -524,7 +524,7 @@ def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
 
 
 def test_calls_of_a_start_are_not_delayed():
-    """For all workers at once, which may be one caller."""
+    """All workers may be one caller, and start at once."""
     workers = 100
     limits = service.Limits(max_workers=workers, calls=1e-9)
     with service.serve(RULE, SMALL, limits=limits) as server:
@@ -771,7 +771,7 @@ def test_worker_joins_from_a_host_with_too_many_connections(
 
 
 def test_accept_rate_of_a_port_is_limited(monkeypatch):
-    """For the connections of all hosts together; more wait in the system's queue."""
+    """All hosts share the limit; more connections wait in the system's queue."""
     monkeypatch.setattr(_socket, "_ACCEPT_PAUSE", 0.1)
     with (
         _socket.listen_at("127.0.0.1:0") as listening,

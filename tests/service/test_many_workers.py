@@ -540,7 +540,7 @@ def test_failing_process_of_a_server_ends_with_connected_workers():
 
 
 def test_sessions_that_left_are_released():
-    """With them the contributions that they hold, as large as the model."""
+    """A session also holds a contribution, which is as large as the model."""
     with served() as (_, connected):
         center = connected()
         session = center.join("anna")

@@ -473,7 +473,8 @@ def test_shards_of_another_mesh_are_rejected():
     state = made.create(tx.init, problem.params())
     saved = made.unreplicate(state)
     other = agn_optax.Towers(4, axis_name="devices")
-    with pytest.raises(errors.TreeMismatchError, match="no 'towers' among"):
+    expected = r"axes \('towers',\), but .* only the axes \('workers', 'devices'\)"
+    with pytest.raises(errors.TreeMismatchError, match=expected):
         other.replicate(saved)
     turned = agn_optax.Towers(4, workers=2)
     with pytest.raises(errors.TreeMismatchError, match=r"of sizes \(4, 1\), but here"):

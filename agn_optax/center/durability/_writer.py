@@ -25,7 +25,8 @@ class Writer:
     """Appends records to a journal, on its own thread.
 
     Records that arrive while the disk is busy are written together, so that many
-    workers share one sync. A batch is only written once the one before it has been.
+    workers share one sync. A batch is written only after the previous one is on
+    disk.
 
     Args:
       directory: directory of the files.
@@ -46,7 +47,7 @@ class Writer:
     _file: int
     _size: int  # size of the file, bytes
     _end: int  # bytes of it that are records on disk
-    _counted: int  # bytes of it that `size` leaves out
+    _counted: int  # bytes of the file that the property `size` does not count
 
     def __init__(
         self,

@@ -60,11 +60,11 @@ def plan(
 ) -> None:
     """Show what a rule will cost: bytes, time and memory.
 
-    The bytes and seconds of an exchange; the shortest period at which communication
-    hides behind local steps; the fraction of time that workers spend in local steps,
-    both if they wait for answers and if exchanges overlap with steps, at --period or
-    else at this shortest period; the bottleneck; and the memory of workers and center.
-    Plain data parallelism is the last column.
+    The table has: the bytes and seconds of an exchange; the shortest period that hides
+    exchanges behind local steps; the fraction of time in local steps, once if workers
+    wait for answers and once if exchanges overlap with steps; the bottleneck; and the
+    memory of workers and center. Both fractions are at --period, or at the shortest
+    period that hides exchanges. Plain data parallelism is the last column.
 
     Example: agn-optax plan --rule diloco --parameters 1.3e9 --step-time 0.8
     --bandwidth 1Gbit --workers 8
@@ -130,7 +130,7 @@ def _report(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
         f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
         f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}",
         table,
-        "The memory is beside activations and gradients.",
+        "Memory does not include activations and gradients.",
     )
 
 

@@ -83,12 +83,14 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
         old = state.residual
         if decay != 1.0:
             old = jax.tree.map(lambda e: decay * e, old)
-        owed = jax.tree.map(lambda e, k: e + jnp.asarray(k, e.dtype), old, contribution)
-        encoded, codec_state = codec.encode(owed, state.codec_state)
-        sent = codec.decode(encoded, owed)
+        total = jax.tree.map(
+            lambda e, k: e + jnp.asarray(k, e.dtype), old, contribution
+        )
+        encoded, codec_state = codec.encode(total, state.codec_state)
+        sent = codec.decode(encoded, total)
         residual = jax.tree.map(
-            lambda o, s, e: _where_finite(o - s.astype(o.dtype), e),
-            *(owed, sent, state.residual),
+            lambda t, s, e: _where_finite(t - s.astype(t.dtype), e),
+            *(total, sent, state.residual),
         )
         return encoded, ErrorFeedbackState(residual, codec_state)
 

@@ -37,10 +37,13 @@ class WorkerTraffic:
         self.total = Traffic()
         self._max_kept = 2 * max_workers
         self._lock = threading.Lock()
-        self._workers: dict[str, Traffic] = {}  # the last that exchanged is the last
+        self._workers: dict[str, Traffic] = {}  # in the order of their last exchange
 
     def get(self, worker: str) -> Traffic:
-        """Return a worker's traffic; forget that of the worker that is idle longest."""
+        """Return a worker's traffic.
+
+        If too many are kept, forget the one that has been idle longest.
+        """
         with self._lock:
             found = self._workers[worker] = self._workers.pop(worker, Traffic())
             if len(self._workers) > self._max_kept:

@@ -30,8 +30,8 @@ MAX_HEADER = 64 << 10  # bytes; most headers have a hundred
 class Frame:
     """A frame to be sent.
 
-    As a context manager it releases its arrays at the end of the block, even if the
-    frame itself is still referenced.
+    It is a context manager that releases its arrays at the end of the block, even if
+    the frame itself is still referenced.
 
     Args:
       header: the header.
@@ -116,8 +116,8 @@ class FrameReader:
 
     Attributes:
       on_received: called when bytes were received.
-      timed: ``timed(size)`` is a context with a timeout, around receiving ``size``
-        bytes without a pause; for a link, also around sending.
+      timed: ``timed(size)`` returns a context that limits the time for receiving
+        ``size`` bytes; a link also uses it for sending.
     """
 
     def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
