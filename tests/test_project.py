@@ -153,19 +153,34 @@ def test_imports_of_other_layers_use_their_public_modules(layer):
 
 
 # A function of a rule's part, called or passed on, perhaps from a variable with the
-# part's name; and a call of a function of the rule itself.
+# part's name; and a function of the rule itself, unless it is compared with None.
 FUNCTION_OF_A_PART = re.compile(
     r"(record|penalty|center|discount|codec|combine|method)"
     r"\.(init|update|encode|decode|returned|function)$"
 )
 FUNCTION_OF_A_RULE = re.compile(r"rule\.(contribution|message|adopt)$")
+PART_TO_MAP = re.compile(r"([\w.]+\.)?map_params\([^,]*rule\b")  # it calls `init`
 
 
-def uses_a_function_of_a_rule(node):
-    if isinstance(node, ast.Call):
-        return FUNCTION_OF_A_RULE.search(ast.unparse(node.func))
-    return isinstance(node, ast.Attribute) and FUNCTION_OF_A_PART.search(
+def uses_functions_of_a_rule(code):
+    """Return whether code calls, passes on or stores a function of a rule."""
+    nodes = list(ast.walk(ast.parse(code)))
+    only_compared = {
+        node.left
+        for node in nodes
+        if isinstance(node, ast.Compare)
+        and isinstance(node.ops[0], ast.Is | ast.IsNot)
+        and ast.unparse(node.comparators[0]) == "None"
+    }
+    calls = {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)}
+    attributes = {
         ast.unparse(node)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node not in only_compared
+    }
+    searches = FUNCTION_OF_A_PART.search, FUNCTION_OF_A_RULE.search
+    return any(map(PART_TO_MAP.match, calls)) or any(
+        search(text) for search in searches for text in attributes
     )
 
 
@@ -173,7 +188,7 @@ def test_only_the_round_uses_the_functions_of_a_rule():
     users = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
-        if any(map(uses_a_function_of_a_rule, ast.walk(ast.parse(path.read_text()))))
+        if uses_functions_of_a_rule(path.read_text())
     }
     outside = {each for each in users if not each.startswith("rules/")}
     assert outside == {"round/_round.py"}
@@ -191,10 +206,36 @@ def test_only_the_round_uses_the_functions_of_a_rule():
         "codec.encode(k, s)",
         "rule.codec.decode(k, c)",
         "rule.combine.function(m, total)",
+        "jax.vmap(rule.message)(k, c)",
+        "f = rule.contribution",
+        "partial(rule.adopt, c)",
+        "rule.contribution.recover(k, x, a, steps)",
+        "(rule.adopt or f)(x, c)",
+        "rule.message(k, c) if rule.message else k",
+        "(f if rule.adopt is None else rule.adopt)(x, c)",
+        "functions = [core.rule.message]",
+        "rule.adopt is f",
+        "optax.tree.map_params(rule.center, pack, state)",
+        "map_params(self._rule.record.init, f, state)",
+        "optax.tree.map_params(\n    rule.center,\n    pack,\n    state,\n)",
     ],
 )
 def test_search_finds_uses_of_the_functions_of_a_rule(code):
-    assert any(map(uses_a_function_of_a_rule, ast.walk(ast.parse(code))))
+    assert uses_functions_of_a_rule(code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "rule.message is None",
+        "if x and rule.adopt is not None: pass",
+        "submission.message",
+        "rule.codec.answers",
+        "optax.tree.map_params(optimizer, f, state)",
+    ],
+)
+def test_search_ignores_what_calls_no_function_of_a_rule(code):
+    assert not uses_functions_of_a_rule(code)
 
 
 @pytest.mark.parametrize(

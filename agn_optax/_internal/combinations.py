@@ -1,7 +1,8 @@
 """The pairs of features that do not go together, each with the reason.
 
 The checks raise their errors by `reject`, and docs/combinations.md prints the table in
-Markdown. Values that are out of range are not here; `check` is for these.
+Markdown. Values that are out of range are not here; `check` is for these. Nor are
+settings that an engine of `agn-optax launch` makes itself, such as addresses.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ COMBINATIONS = {
     ("fragments", "a combine of whole messages"): (
         "a fragment has a part of every message. Exchange the whole tree, or "
         + _ELEMENTWISE
+    ),
+    ("fragments", "a center optimizer with a tree as its mask"): (
+        "a fragment has None in place of the other leaves, so the optimizer cannot "
+        "begin with it. Give masks and labels as functions of the parameters"
     ),
     ("fragments with a delay", "a placement"): (
         "a message in flight needs one center, whole on every device"
@@ -87,6 +92,21 @@ COMBINATIONS = {
     ("a `Worker`", "an inner optimizer that exchanges with a center of its own"): (
         "`inner` must be an optimizer that makes local steps alone. Give the optimizer "
         "inside it, as in `Worker(center, optax.adam(1e-3), period=10)`"
+    ),
+    ("`Resumable`", "a center in memory"): (
+        "such a center would be lost with this process. Give it "
+        "`durability=agn_optax.center.Journal(...)`"
+    ),
+    ("`page`", "a Unix socket"): (
+        'browsers open a page at a port. `page` must be `"host:port"`'
+    ),
+    ("`direct_address`", "a Unix socket"): (
+        "a center at a Unix socket chooses another one for direct connections itself. "
+        'At a port `direct_address` must be `"host:port"`'
+    ),
+    ("a worker of several processes", "an engine other than SLURM"): (
+        "a worker is one process on this machine, and one pod on Kubernetes. Take "
+        "`--on slurm`, or leave `processes` out"
     ),
 }
 

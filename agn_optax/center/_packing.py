@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from agn_optax._internal import layout
-from agn_optax.round import contribution_like, elementwise
+from agn_optax.round import contribution_like, elementwise, steps
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -88,11 +87,11 @@ class Packing:
 
     def pack_state(self, rule: Rule, state: PyTree) -> PyTree:
         """Flatten the trees of parameters in a state of the center optimizer."""
-        return jax.tree.map(jnp.asarray, _map_params(rule, self.pack, state))
+        return jax.tree.map(jnp.asarray, steps.map_center_state(rule, self.pack, state))
 
     def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
         """Unpack the flattened trees in a state of the center optimizer."""
-        return _map_params(rule, self.unpack, state)
+        return steps.map_center_state(rule, self.unpack, state)
 
 
 class Packed(NamedTuple):
@@ -100,12 +99,6 @@ class Packed(NamedTuple):
 
     first: Any
     second: Any
-
-
-def _map_params(
-    rule: Rule, convert: Callable[[PyTree], PyTree], state: PyTree
-) -> PyTree:
-    return optax.tree.map_params(rule.center, convert, state, is_leaf=lambda _: True)
 
 
 def packing_of(rule: Rule, params: PyTree) -> Packing | None:

@@ -30,7 +30,7 @@ class CenterSettings:
       params: the first parameters, which are copied; None if a chief will `initialize`
         them.
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
-        `BoundedStaleness` or `Synchronous`.
+        `BoundedStaleness` or `Synchronous`; None for the default.
       barrier: number of workers that must have joined before any of them starts.
       durability: `agn_optax.center.Journal`, with a directory in which the center
         outlives its process. If the directory has a center, that center and its
@@ -52,7 +52,7 @@ class CenterSettings:
     rule: Rule
     params: PyTree = None
     _: dataclasses.KW_ONLY
-    mode: Mode | None = None
+    mode: Mode | None = Asynchronous()  # noqa: RUF009 it is immutable
     barrier: int = 0
     durability: Journal | None = None
     dtype: Any = None
@@ -87,8 +87,9 @@ class CenterSettings:
 
     def make_ledger(self) -> Ledger:
         """Return a ledger of no workers."""
-        mode, limits = self.mode or Asynchronous(), self.limits or Limits()
-        return Ledger(mode, limits=limits, barrier=self.barrier)
+        mode = self.mode or CenterSettings.mode
+        assert mode is not None
+        return Ledger(mode, limits=self.limits or Limits(), barrier=self.barrier)
 
     def find_device(self) -> Any:
         """Return the center's device; None if it depends on the parameters.

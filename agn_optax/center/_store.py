@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
@@ -25,7 +23,7 @@ from agn_optax.center._message_limits import MAX_NORM
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import steps as rounds
-from agn_optax.rules import Rule, robust
+from agn_optax.rules import Rule
 
 PyTree = Any
 
@@ -277,15 +275,10 @@ class Store:
         """
         before, programs, count = self.current, self._programs, len(submissions)
         contributions = [submission.contribution for submission in submissions]
-        # Missing steps count as 1, and so does a missing weight.
-        steps = sum(max(1, s.steps) for s in submissions)
-        claimed = [1.0 if s.weight is None else s.weight for s in submissions]
-        is_mean, mean = self._rule.combine == "mean", math.fsum(claimed) / count
-        shares = [c / mean if is_mean else 1.0 for c in claimed]
-        if self._rule.discount:
-            weights = [1.0] * count
-        factors = [_on_device(w * s) for w, s in zip(weights, shares, strict=True)]
-        counted = list(zip(extras, factors, strict=True))
+        steps = sum(max(1, s.steps) for s in submissions)  # missing ones count as 1
+        claimed = [submission.weight for submission in submissions]
+        factors, divisor, mean = rounds.factors_of_round(self._rule, claimed, weights)
+        counted = list(zip(extras, map(_on_device, factors), strict=True))
         total: PyTree = None
         if programs.combine is None:
             for contribution, each in zip(contributions, counted, strict=True):
@@ -293,8 +286,8 @@ class Store:
         else:
             total = programs.combine(contributions, before.params, counted)
         combined = Submission(0, total, before.number, round(steps / count), mean)
-        divisor = _on_device(float(count if is_mean else 1))
-        return total, (divisor, _extra(before.number, 0, combined, workers))
+        extra = _extra(before.number, 0, combined, workers)
+        return total, (_on_device(divisor), extra)
 
 
 def _blocks(array: np.ndarray) -> list[np.ndarray]:
@@ -362,29 +355,16 @@ def _programs(rule: Rule) -> SimpleNamespace:
         squares = [jnp.sum(m.astype(wide) ** 2) for m in message]
         return jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
 
-    def counted(
-        contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
-    ) -> PyTree:
-        """Return a message of a round times its factor, in float32 or wider."""
-        wide, about = jax.tree.map(trees.widened, center), extra.as_dict()
-        message = rounds.weighed_message(rule, contribution, center, wide, about)
-        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
-
-    # Sums messages one after another; the sum is divided once.
     def weigh(
         total: PyTree, contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
     ) -> PyTree:
-        message = counted(contribution, center, extra, weight)
-        return message if total is None else jax.tree.map(jnp.add, total, message)
+        about = extra.as_dict()
+        return rounds.add_message(rule, total, contribution, center, about, weight)
 
-    # Combines all messages at once, for rules that do not sum them.
     def combine(contributions: list[PyTree], center: PyTree, counts: Any) -> PyTree:
-        messages = [
-            counted(contribution, center, *each)
-            for contribution, each in zip(contributions, counts, strict=True)
-        ]
-        together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
-        return rounds.combine_messages(rule, together, robust.total_of_leaves)
+        pairs = zip(contributions, counts, strict=True)
+        messages = [weigh(None, sent, center, *count) for sent, count in pairs]
+        return rounds.combine_round(rule, messages)
 
     def move(
         data: PyTree, extra: _Extra, center: PyTree, state: PyTree
@@ -398,9 +378,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
         state: PyTree,
     ) -> tuple[PyTree, PyTree]:
         divisor, extra = divisor_and_extra
-        mean = jax.tree.map(lambda t: t / divisor.astype(t.dtype), total)
-        message = optax.tree.cast_like(mean, center)
-        return rounds.apply(rule, message, center, state, extra.as_dict())
+        about = extra.as_dict()
+        return rounds.receive_round(rule, total, divisor, center, state, about)
 
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in two forms: in place and anew."""

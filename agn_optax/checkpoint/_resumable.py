@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.center import LocalCenter, ShardedCenter
 from agn_optax.checkpoint import _save
 from agn_optax.checkpoint._parts import WorkerPart
@@ -129,9 +129,8 @@ class Resumable:
         center: Any = worker.center
         shards = center.centers if isinstance(center, ShardedCenter) else [center]
         if any(map(_is_in_memory_only, shards)):
-            raise errors.InvalidArgumentError(
-                f"the center of worker {worker.name!r} would be lost with this "
-                "process: give it durability=agn_optax.center.Journal(...)"
+            combinations.reject(
+                "Resumable", "a center in memory", f"worker {worker.name!r} at {center}"
             )
         self.worker = worker
         self.resumed = False

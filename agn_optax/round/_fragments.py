@@ -334,10 +334,10 @@ def init_fragments(
     )
     if states is None:
         jax.eval_shape(lambda: init(params, no_inner))  # raises if the whole fails too
-        raise errors.InvalidArgumentError(
-            f"rule {rule.name!r} cannot begin with a fragment of the parameters, in "
-            "which the other leaves are None. A mask or labels of its center "
-            "optimizer must be functions of the parameters, and not trees"
+        combinations.reject(
+            "fragments",
+            "a center optimizer with a tree as its mask",
+            f"rule {rule.name!r}",
         )
     # A copy, because some optimizers keep the parameters passed to their init.
     return FragmentsState(inner.init(trees.copy(params)), states)

@@ -16,9 +16,12 @@
 
 With the center in the optimizer state, an exchange is a `_send` and a `_receive`.
 `exchange` calls one after the other; `send` and `receive_late` call them with local
-steps in between. A worker and a center outside the program call the same functions,
-with a connection between them. No other module knows the order (`rules` calls the
-functions of a rule only to compare rules).
+steps in between. A worker and a center in two programs use the same functions, with a
+connection between them. The worker calls `contribute` and `adopt_and_begin`; or, with
+local steps in between, `send_and_begin` and `adopt_after_steps`. The center calls
+`receive` for one message; for a round it calls `add_message` for each, `combine_round`
+unless the rule sums messages, and `receive_round`. No other module knows the order
+(`rules` calls the functions of a rule only to compare rules).
 """
 
 from __future__ import annotations
@@ -50,6 +53,13 @@ class LocalState(NamedTuple):
     record: PyTree  # state of the rule's record; EmptyState for rules that keep none
     anchor: PyTree  # the center as last adopted; None if another copy can be used
     codec_state: PyTree  # state of the rule's codec; EmptyState for stateless codecs
+
+
+class Sent(NamedTuple):
+    """Data to recover the parameters as they were when a message was sent."""
+
+    params: PyTree  # a copy; None if not needed or recovered from the contribution
+    steps: jax.Array  # int32: local steps in the contribution
 
 
 class InFlight(NamedTuple):
@@ -200,6 +210,21 @@ def contribute(
     return rule.codec.encode(contribution, state.codec_state)
 
 
+def send_and_begin(
+    rule: Rule, state: LocalState, params: PyTree, center: PyTree
+) -> tuple[PyTree, LocalState]:
+    """Make a contribution, and begin the next round before its answer arrives.
+
+    Arguments are those of `contribute`. `adopt_after_steps` adopts the answer.
+
+    Returns:
+      The encoded contribution, and the state of the next round, with the old anchor.
+    """
+    contribution, codec_state = contribute(rule, state, params, center)
+    state = empty_record(rule, state, params, params)
+    return contribution, state._replace(codec_state=codec_state)
+
+
 def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTree:
     """Return the shapes and dtypes of an encoded contribution, without computing one.
 
@@ -226,33 +251,6 @@ def recovers(rule: Rule) -> bool:
     return rule.codec.is_identity and hasattr(rule.contribution, "recover")
 
 
-def recover(
-    rule: Rule,
-    contribution: PyTree,
-    params: PyTree,
-    state: LocalState,
-    center: PyTree,
-    steps: jax.Array,
-) -> PyTree:
-    """Recover the parameters from which a contribution was made.
-
-    Args:
-      rule: the rule.
-      contribution: the contribution, not encoded.
-      params: the current parameters, for their dtypes.
-      state: the current state, whose anchor is still that of the contribution.
-      center: the anchor if the state keeps none.
-      steps: local steps of the contribution's round.
-    """
-    contribute: Any = rule.contribution
-    return contribute.recover(
-        contribution,
-        params,
-        _anchor(state, center) if rule.needs_anchor else None,
-        steps,
-    )
-
-
 def receive(
     rule: Rule,
     contribution: PyTree,
@@ -273,7 +271,8 @@ def receive(
     Returns:
       The new center, and the new state of the center optimizer.
     """
-    message = weighed_message(rule, contribution, center, center, extra_args)
+    message = message_of(rule, contribution, center)
+    message = weigh(rule, message, center, extra_args)
     return apply(rule, message, center, center_state, extra_args)
 
 
@@ -296,15 +295,86 @@ def weigh(
     return discounted(rule, message, **extra_arguments(extra_args))
 
 
-def weighed_message(
+def relative_weight(rule: Rule, weight: Any, mean_weight: Any) -> Any:
+    """Return a weight relative to the mean of its round; None if all count alike."""
+    return weight / mean_weight if rule.combine == "mean" else None
+
+
+def factors_of_round(
+    rule: Rule, weights: Sequence[float | None], decays: Sequence[float]
+) -> tuple[list[float], float, float]:
+    """Return how the messages of a round count, for a center outside the program.
+
+    Args:
+      rule: the rule of the center.
+      weights: weight of each worker's round; a missing weight counts as 1.
+      decays: factor of each message for its staleness, ignored if the rule discounts
+        messages itself.
+
+    Returns:
+      The factor of each message, the divisor of their sum, and the mean weight.
+    """
+    given = [1.0 if weight is None else weight for weight in weights]
+    mean = math.fsum(given) / len(given)
+    relative = [relative_weight(rule, weight, mean) for weight in given]
+    if rule.discount:
+        decays = [1.0] * len(given)
+    factors = [d if w is None else d * w for d, w in zip(decays, relative, strict=True)]
+    return factors, float(len(given) if rule.combine == "mean" else 1), mean
+
+
+def add_message(
     rule: Rule,
+    total: PyTree,
     contribution: PyTree,
     center: PyTree,
-    like: PyTree,
     extra_args: dict[str, Any],
+    factor: jax.Array,
 ) -> PyTree:
-    """Return the weighed message of a contribution, in the dtypes of ``like``."""
-    return weigh(rule, message_of(rule, contribution, center), like, extra_args)
+    """Add a message of a round, times its factor, to the sum of those before it.
+
+    The sum, ``total``, is None before the first message, and in float32 or wider.
+    """
+    wide = jax.tree.map(trees.widened, center)
+    message = message_of(rule, contribution, center)
+    message = weigh(rule, message, wide, extra_args)
+    message = jax.tree.map(lambda m: m * factor.astype(m.dtype), message)
+    return message if total is None else jax.tree.map(jnp.add, total, message)
+
+
+def combine_round(rule: Rule, messages: Sequence[PyTree]) -> PyTree:
+    """Combine the messages of a round, for rules that do not sum them.
+
+    Each is a result of `add_message`, whose ``total`` was None.
+    """
+    together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
+    return combine_messages(rule, together, robust.total_of_leaves)
+
+
+def receive_round(
+    rule: Rule,
+    total: PyTree,
+    divisor: jax.Array,
+    center: PyTree,
+    center_state: PyTree,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Apply the combined messages of a round to the center.
+
+    Args:
+      rule: the rule of the center.
+      total: result of `add_message` or `combine_round`.
+      divisor: divisor of ``total``; see `factors_of_round`.
+      center: the center.
+      center_state: state of the center optimizer.
+      extra_args: extra arguments of the center optimizer.
+
+    Returns:
+      The new center, and the new state of the center optimizer.
+    """
+    mean = jax.tree.map(lambda t: t / divisor.astype(t.dtype), total)
+    message = optax.tree.cast_like(mean, center)
+    return apply(rule, message, center, center_state, extra_args)
 
 
 def combine_messages(
@@ -368,6 +438,13 @@ def center_state_like(rule: Rule, center: PyTree) -> PyTree:
     return jax.eval_shape(functools.partial(init_center_state, rule), center)
 
 
+def map_center_state(
+    rule: Rule, convert: Callable[[PyTree], PyTree], state: PyTree
+) -> PyTree:
+    """Convert every tree of parameters in a state of the center optimizer."""
+    return optax.tree.map_params(rule.center, convert, state, is_leaf=lambda _: True)
+
+
 def answer_of(rule: Rule, center: PyTree) -> PyTree:
     """Return the center as a worker adopts it, rounded if the codec says so."""
     if rule.codec.answers is None:
@@ -409,6 +486,60 @@ def adopt_late(
         return (adopted + since).astype(now.dtype)
 
     return jax.tree.map(add, adopt(rule, sent, center, mixing), params, sent)
+
+
+def adopt_and_begin(
+    rule: Rule, params: PyTree, state: LocalState, center: PyTree, mixing: float = 0.0
+) -> tuple[PyTree, LocalState]:
+    """Adopt the answer for which a worker has waited, and begin the next round."""
+    adopted = adopt(rule, params, center, mixing)
+    return adopted, begin_round(rule, state, adopted, center)
+
+
+def adopt_after_steps(
+    rule: Rule,
+    params: PyTree,
+    state: LocalState,
+    contribution: PyTree,
+    sent: Sent,
+    anchor: PyTree,
+    center: PyTree,
+    *,
+    keeps_progress: bool,
+    mixing: float = 0.0,
+) -> tuple[PyTree, LocalState]:
+    """Adopt an answer after the local steps that followed `send_and_begin`.
+
+    Args:
+      rule: the rule.
+      params: the current parameters.
+      state: the current state.
+      contribution: the contribution as sent.
+      sent: the worker as it was then.
+      anchor: the anchor of the contribution if the state keeps none.
+      center: the answer.
+      keeps_progress: whether the local steps since then are kept in full; see
+        `adopt_late`.
+      mixing: share of the parameters that stays; see `adopt`.
+    """
+    if keeps_progress:
+        before = sent.params
+        if recovers(rule):
+            contribute: Any = rule.contribution
+            old = _anchor(state, anchor) if rule.needs_anchor else None
+            before = contribute.recover(contribution, params, old, sent.steps)
+        adopted = adopt_late(rule, params, before, center, mixing)
+    else:
+        adopted = adopt(rule, params, center, mixing)
+    return adopted, move_anchor(state, center)
+
+
+def reset_to(
+    rule: Rule, params: PyTree, state: LocalState, center: PyTree
+) -> tuple[PyTree, LocalState]:
+    """Take over the center in full, whatever the rule adopts; begin the next round."""
+    params = overwrite(params, center)
+    return params, begin_round(rule, state, params, center)
 
 
 def begin_round(
@@ -570,16 +701,14 @@ def _send(
         "since": state.exchanges,
         "workers": layout.num_participants(state.exchanges),
     }
-    relative_weight = None
+    relative = None
     if (weight := extra_args.get("weight")) is not None:
         check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
         weight = jnp.asarray(weight, float)
         mean_weight = layout.mean_over_participants(weight, state.exchanges)
         center_args["weight"] = mean_weight
-        relative_weight = weight / mean_weight if rule.combine == "mean" else None
-    message = _combined(
-        rule, layout, params, state, contribution, part, relative_weight
-    )
+        relative = relative_weight(rule, weight, mean_weight)
+    message = _combined(rule, layout, params, state, contribution, part, relative)
     state = state._replace(
         local=local._replace(codec_state=codec_state),
         exchanges=optax.safe_increment(state.exchanges),
@@ -596,7 +725,7 @@ def _combined(
     state: ExchangeState,
     contribution: PyTree,
     part: PyTree,
-    relative_weight: jax.Array | None,
+    relative: jax.Array | None,
 ) -> PyTree:
     """Return this tower's piece of the combined message of all workers of a mesh.
 
@@ -607,8 +736,8 @@ def _combined(
       state: the state, with this tower's piece of the center.
       contribution: this worker's encoded contribution.
       part: this tower's part of the center; None if the rule does not read it.
-      relative_weight: weight of this worker relative to the mean; None to count all
-        workers alike.
+      relative: weight of this worker relative to the mean; None to count all workers
+        alike.
     """
     piece = state.center
     combine = (
@@ -623,12 +752,12 @@ def _combined(
     if not rule.codec.is_identity:
         decode_piece = functools.partial(message_to, piece)
         return layout.combine_encoded(
-            contribution, decode_piece, combine, params, relative_weight
+            contribution, decode_piece, combine, params, relative
         )
     # All-reduce can sum these messages.
     message = message_to(piece if part is None else part, contribution)
-    if relative_weight is not None:
-        message = trees.scaled(message, relative_weight)
+    if relative is not None:
+        message = trees.scaled(message, relative)
     return layout.combine(message, combine, params, piece, state.exchanges)
 
 
@@ -663,10 +792,12 @@ def _adopt_part(
 ) -> tuple[PyTree, ExchangeState]:
     """Adopt the center as parameters and anchor; ``part`` is this tower's part."""
     answer = answer_of(rule, layout.join_parts(part, params))
-    adopted, local = adopt(rule, params, answer, mixing), state.local
-    if state.in_flight is None:  # with a delay, the next round began at sending
-        local = empty_record(rule, local, params, answer, layout)
-    return adopted, state._replace(local=move_anchor(local, answer))
+    adopted = adopt(rule, params, answer, mixing)
+    if state.in_flight is None:
+        local = begin_round(rule, state.local, params, answer, layout)
+    else:  # the next round began at sending
+        local = move_anchor(state.local, answer)
+    return adopted, state._replace(local=local)
 
 
 def nothing_in_flight(center: PyTree) -> InFlight:

@@ -32,11 +32,7 @@ from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message, was_not_applied
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import SharedMessage, SharedSession
-from agn_optax.worker._programs import (
-    Sent,
-    StreamingState,
-    programs,
-)
+from agn_optax.worker._programs import Sent, programs
 
 PyTree = Any
 Loop = tuple[PyTree, LocalState]  # parameters and state of a fragment
@@ -622,9 +618,7 @@ def not_its_state(worker: str, state: Any, advice: str = "") -> Exception:
 def check_called_from_python(worker: str, tree: PyTree) -> None:
     """Raise if called while tracing: the host would count the steps only once."""
     # Each local step renews `local_steps`, so it is traced if the state is.
-    if isinstance(tree, StreamingState):
-        tree = tree.fragments[0]
-    leaves = tree.local_steps if isinstance(tree, LocalState) else tree
+    leaves = getattr(tree, "local_steps", tree)
     if any(map(check.is_traced, jax.tree.leaves(leaves))):
         raise errors.InvalidTypeError(
             f"exchange and save worker {worker!r} from Python, not inside jax.jit, "

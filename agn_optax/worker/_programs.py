@@ -30,13 +30,7 @@ from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 
 PyTree = Any
-
-
-class Sent(NamedTuple):
-    """Data to recover the parameters as they were when a message was sent."""
-
-    params: PyTree  # a copy; None if not needed or recovered from the contribution
-    steps: jax.Array  # int32: local steps in the contribution
+Sent = rounds.Sent
 
 
 class StreamingState(NamedTuple):
@@ -44,6 +38,11 @@ class StreamingState(NamedTuple):
 
     inner_state: PyTree  # state of the inner optimizer, for the whole tree
     fragments: tuple[LocalState, ...]  # one for each fragment, without inner state
+
+    @property
+    def local_steps(self) -> jax.Array:
+        """The local steps of the first fragment's round."""
+        return self.fragments[0].local_steps
 
 
 @functools.lru_cache(maxsize=32)
@@ -74,10 +73,9 @@ def programs(
     # adopts the center before the message (easgd) moves worker and center by the same
     # difference, computed from the parameters as sent: later steps must not change it.
     keeps_progress = not delay or rule.adopts == "before"
-    # True if the sent parameters can be recovered from the contribution.
-    recovers = rounds.recovers(rule)
-    # True if a copy of the sent parameters is kept, to compute the progress since.
-    keeps_sent = keeps_progress and not recovers
+    # True if a copy of the sent parameters is kept, to compute the progress since,
+    # because the contribution does not determine them.
+    keeps_sent = keeps_progress and not rounds.recovers(rule)
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
@@ -104,12 +102,6 @@ def programs(
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
         return contribution, codec_state, state.local_steps
 
-    def adopt(
-        params: PyTree, state: LocalState, center: PyTree
-    ) -> tuple[PyTree, LocalState]:
-        params = rounds.adopt(rule, params, center, mixing)
-        return params, rounds.begin_round(rule, state, params, center)
-
     def reset(
         params: PyTree,
         state: LocalState,
@@ -118,8 +110,7 @@ def programs(
         *,
         residual: Literal["restored", "discarded", "kept"],
     ) -> tuple[PyTree, LocalState]:
-        params = rounds.overwrite(params, center)  # in full, whatever the rule adopts
-        state = rounds.begin_round(rule, state, params, center)
+        params, state = rounds.reset_to(rule, params, state, center)
         fresh = tx.init(params)
         # States that are not finite would spoil the next round too.
         codec_state = replace_if_not_finite(state.codec_state, fresh.codec_state)
@@ -146,12 +137,10 @@ def programs(
     def send(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
     ) -> tuple[PyTree, Sent, LocalState]:
-        contribution, codec_state = rounds.contribute(rule, state, params, anchor)
+        contribution, begun = rounds.send_and_begin(rule, state, params, anchor)
         copied = params if keeps_sent else None
         contribution, copied = rounds.overwrite(spare, (contribution, copied))
-        sent = Sent(copied, state.local_steps)
-        state = rounds.empty_record(rule, state, params, params)
-        return contribution, sent, state._replace(codec_state=codec_state)
+        return contribution, Sent(copied, state.local_steps), begun
 
     def continue_without_answer(
         params: PyTree, state: LocalState
@@ -160,24 +149,10 @@ def programs(
         sent = Sent(params if keeps_sent else None, state.local_steps)
         return sent, rounds.empty_record(rule, state, params, params)
 
-    def receive(
-        params: PyTree,
-        state: LocalState,
-        contribution: PyTree,
-        sent: Sent,
-        anchor: PyTree,
-        center: PyTree,
-    ) -> tuple[PyTree, LocalState]:
-        before = sent.params
-        if recovers and keeps_progress:
-            before = rounds.recover(
-                rule, contribution, params, state, anchor, sent.steps
-            )
-        if keeps_progress:
-            params = rounds.adopt_late(rule, params, before, center, mixing)
-        else:
-            params = rounds.adopt(rule, params, center, mixing)
-        return params, rounds.move_anchor(state, center)
+    adopt = functools.partial(rounds.adopt_and_begin, rule, mixing=mixing)
+    receive = functools.partial(
+        rounds.adopt_after_steps, rule, keeps_progress=keeps_progress, mixing=mixing
+    )
 
     return SimpleNamespace(
         tx=tx,

@@ -100,6 +100,17 @@ class Worker:
         callback is logged and not raised, because the exchange has been made.
 
     Attributes:
+      center: the center; with ``fragments``, each of its shards keeps one of them.
+      before_send: function to be called as ``before_send(numbers, params, state)``,
+        once before a message is made, or before all messages of a `flush`. None, the
+        default, calls nothing; assign a function at any time. ``numbers`` has the
+        number of each message by its fragment, which is 0 without fragments. The
+        messages are made from ``params`` and ``state``. All earlier messages have been
+        answered by then, also with ``overlap``. If the function calls `save`, the
+        worker restored from the result sends the same messages by `resend`. An
+        exception in the function is raised by `exchange` or `flush`. Nothing has been
+        sent then, and the call can be repeated with the same arguments; it calls the
+        function again.
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
         Pure; jit it.
       name: the worker's name.
@@ -121,6 +132,9 @@ class Worker:
         start.
       pace: this worker's speed as a share of the fastest worker's, as last measured by
         the center; None before the first measurement.
+      resume_token: this worker's session, for `restore` to continue; None before the
+        start.
+      due: whether the next call of `exchange` sends a message, or may adopt an answer.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``

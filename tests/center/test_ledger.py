@@ -1105,6 +1105,11 @@ def test_full_center_rejects_new_workers():
     assert ledger.registered().keys() == {"a", "c"}
 
 
+@pytest.mark.parametrize("settings", [{}, {"mode": None}], ids=repr)
+def test_center_is_asynchronous_by_default(settings):
+    assert CenterSettings(RULE, **settings).make_ledger().mode == Asynchronous()
+
+
 def test_barrier_opens_once():
     ledger = make_ledger(workers="a", barrier=2)
     assert not ledger.is_open

@@ -10,6 +10,7 @@ from helpers.support import assert_identical
 import agn_optax
 from agn_optax import codecs, errors
 from agn_optax.center import (
+    Answer,
     BoundedStaleness,
     Limits,
     ShardedCenter,
@@ -56,6 +57,37 @@ def test_response_combines_all_shards(shard):
     np.testing.assert_allclose(answer.norm, np.sqrt(6 * 2 + 5 + 1), rtol=1e-6)
     answer = session.exchange(Submission(2, ONES, anchor_version=answer.version))
     assert answer.staleness == 0
+
+
+# Answers of two shards, and the answer of the center: no field keeps its default.
+FIELDS = {
+    "params": (None, None, PARAMS),
+    "version": (4, 6, (4, 6)),
+    "sequence": (3, 3, 3),
+    "staleness": (5, 2, 5),
+    "norm": (3.0, 4.0, 5.0),
+    "applied": (True, False, False),
+    "rejected": ("", "too large", "too large"),
+    "pace": (0.75, 0.5, 0.5),
+    "is_partial": (False, False, True),
+    "received": (100, 20, 120),
+}
+
+
+def test_every_field_of_an_answer_is_combined():
+    center = shards()
+    defaults = Answer._field_defaults
+    assert set(FIELDS) == set(Answer._fields)
+    first, second = (
+        Answer(**{name: values[shard] for name, values in FIELDS.items()})._replace(
+            params=part
+        )
+        for shard, part in enumerate(center.cut(PARAMS))
+    )
+    answer = center.unite_answers([first, second])
+    for name, (*_, expected) in FIELDS.items():
+        assert name not in defaults or expected != defaults[name]
+        assert_identical(getattr(answer, name), expected)
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -243,7 +243,9 @@ def test_center_that_would_be_lost_with_the_process_is_rejected(tmp_path):
     whole = agn_optax.LocalCenter(shared.downpour())
     shards = [agn_optax.LocalCenter(shared.downpour()) for _ in range(2)]
     for center in (whole, agn_optax.center.ShardedCenter(shards)):
-        with pytest.raises(errors.InvalidArgumentError, match=r"'w' would be lost"):
+        with pytest.raises(
+            errors.InvalidArgumentError, match=r"got worker 'w' .*would be lost"
+        ):
             resumable(center, tmp_path)
 
 

@@ -324,7 +324,7 @@ def test_arguments_of_commands_are_not_expanded():
         (run().replace('"digits"', '"1st"'), "begin with a letter, got '1st'"),
         (
             run(more="[resources.worker]\nprocesses = 2"),
-            "is one pod, got processes = 2",
+            "got processes = 2 on Kubernetes: a worker is one process on this machine",
         ),
         (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
         (run("address = '0.0.0.0:1'"), "address cannot be set on Kubernetes"),

@@ -305,7 +305,9 @@ def test_rejected_callers_do_not_displace_other_events():
 
 
 def test_workers_that_left_last_are_shown():
-    with watched(limits=service.Limits(max_workers=None)) as (server, monitor, _):
+    limits = service.Limits(max_workers=None)
+    assert limits.workers_of_service == 1024
+    with watched(limits=limits) as (server, monitor, _):
         for n in range(50):
             session = server.center.join(f"worker-{n:02}")
             monitor.update()

@@ -32,6 +32,9 @@ _MODES = {
     ),
     "synchronous": Group(Synchronous, needs="--mode synchronous"),
 }
+_DEFAULT_MODE = {group.source: name for name, group in _MODES.items()}[
+    type(service.ServerSettings.mode)
+]
 _JOURNAL = Group(
     Journal,
     prefix="journal_",
@@ -61,6 +64,7 @@ _MESSAGES = Group(MessageLimits, prefix="reject_")
     },
     everyday=("address", "journal", "save", "mode", "tokens", "page"),
     modes=", ".join(_MODES),
+    default_mode=_DEFAULT_MODE,
     loopback=service.LOOPBACK,
 )
 class CenterOptions:
@@ -77,7 +81,7 @@ class CenterOptions:
         that Orbax reads; needs the extra flax.
 
     Mode:
-      mode MODE [asynchronous]: When messages are applied: {modes}.
+      mode MODE [{default_mode}]: When messages are applied: {modes}.
       *bounded
       *synchronous
 
@@ -174,7 +178,7 @@ def access(
 
 
 def _mode_of(options: CenterOptions) -> Mode:
-    name = options.mode or "asynchronous"
+    name = options.mode or _DEFAULT_MODE
     chosen = check.choose(name, _MODES, "--mode")
     for other, group in _MODES.items():
         if other != name:

@@ -84,6 +84,7 @@ class Group:
         effect.
 
     Attributes:
+      source: the class or function.
       names: names of the options, by argument.
       fields: type of each option, and arguments of `typer.Option`.
     """
@@ -96,7 +97,7 @@ class Group:
         names: Mapping[str, str] | None = None,
         needs: str = "",
     ) -> None:
-        self._source, self._needs = source, needs
+        self.source, self._needs = source, needs
         self.names: dict[str, str] = {}
         self.fields: dict[str, tuple[Any, dict[str, Any]]] = {}
         parameters = inspect.signature(source).parameters
@@ -133,7 +134,7 @@ class Group:
 
     def build(self, options: Any, **more: Any) -> Any:
         """Call the class or function with the given arguments and ``more``."""
-        return self._source(**self.given(options), **more)
+        return self.source(**self.given(options), **more)
 
     def build_if_given(self, argument: str, options: Any, **more: Any) -> Any:
         """Call the class or function if ``argument`` is given; else return None.

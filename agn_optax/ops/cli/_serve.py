@@ -52,9 +52,10 @@ def serve(
     page_token = service.tokens.generate() if token and settings["page"] else ""
     access = _center_options.access(center, token, page_token)
     settings["security"] = dataclasses.replace(settings["security"], access=access)
-    if not os.environ.get("JAX_PLATFORMS") and settings.get("device") in (None, "cpu"):
+    device = service.ServerSettings.device
+    if not os.environ.get("JAX_PLATFORMS") and settings.get("device", device) == device:
         # Leaves the memory of accelerators to the workers on this machine.
-        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_platforms", device)
     signals: list[int] = []
 
     def on_signal(signum: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import extras
+from agn_optax._internal import combinations, extras
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Resources, Run, arguments
 from agn_optax.service import DEFAULT_GRACE, TLS_CA, tokens
@@ -158,10 +158,11 @@ class Kubernetes(Engine):
             problem = 'the table [kubernetes] must have an image, as image = "NAME:TAG"'
         elif not run.name[0].isalpha():
             problem = f"on Kubernetes names begin with a letter, got {run.name!r}"
-        elif run.worker_resources.processes > 1:
-            problem = (
-                "a worker on Kubernetes is one pod, got processes = "
-                f"{run.worker_resources.processes}; SLURM has such workers"
+        elif (processes := run.worker_resources.processes) > 1:
+            combinations.reject(
+                "a worker of several processes",
+                "an engine other than SLURM",
+                f"processes = {processes} on Kubernetes",
             )
         elif run.storage is not None and not run.storage.is_absolute():
             problem = (

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
+from agn_optax._internal import combinations
 from agn_optax.ops import launch
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Run
@@ -32,10 +33,11 @@ class Local(Engine):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        if run.worker_resources.processes > 1:
-            raise errors.InvalidArgumentError(
-                "a worker is one process on this machine, got processes = "
-                f"{run.worker_resources.processes}"
+        if (processes := run.worker_resources.processes) > 1:
+            combinations.reject(
+                "a worker of several processes",
+                "an engine other than SLURM",
+                f"processes = {processes} on this machine",
             )
         if run.center_restarts and run.storage is None:
             raise errors.InvalidArgumentError(

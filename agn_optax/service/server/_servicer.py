@@ -39,7 +39,6 @@ _MISSED_HEARTBEATS = 3  # heartbeats that may be missed
 _MAX_HEARTBEAT = 5.0  # maximum s between two heartbeats
 _MAX_NAME = 256  # bytes of a worker's name
 _MAX_PULL_WAIT = 60.0  # s that a pull may wait for the first parameters
-_MAX_WORKERS = 1024  # maximum number of workers if none is set
 
 
 class Servicer:
@@ -57,7 +56,7 @@ class Servicer:
       limits: the limits of the service.
       call_limits: limits on calls and connections, for handlers and transports.
       exchanges: the exchanges that are under way.
-      max_workers: maximum number of workers.
+      max_workers: number of workers that the limits allow for.
       buffers: buffers in which frames are received.
       stop: stops the whole service.
       on_event: reports an event to the monitor: its kind and its details. Must not
@@ -77,7 +76,7 @@ class Servicer:
         self.core = core
         self.authenticator = authenticator
         self.limits = limits
-        self.max_workers = limits.max_workers or _MAX_WORKERS
+        self.max_workers = limits.workers_of_service
         self._dtype = dtype
         self._frames = CenterFrames(core)
         self._traffic = WorkerTraffic(self.max_workers)

@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check, extras
+from agn_optax._internal import check, combinations, extras
 from agn_optax.center import CenterSettings
 from agn_optax.center import Limits as CenterLimits
 from agn_optax.service import _address
@@ -21,6 +21,9 @@ class Limits(CenterLimits):
     """Limits of a served center: those of `agn_optax.center.Limits`, and one more.
 
     Args:
+      max_workers: maximum number of registered workers. None for no limit; the
+        service's limits on calls, connections and heartbeats are then those of 1,024
+        workers.
       calls: calls per second that one caller may make beside its exchanges, such as
         pulls and joins, after 400 at once plus 8 for each of ``max_workers``; None for
         no limit. Further calls wait or are rejected. The same limit holds for the
@@ -46,6 +49,11 @@ class Limits(CenterLimits):
         super().__post_init__()
         if self.calls is not None:
             check.rate(self.calls, "calls", low=0.0, high=math.inf, low_open=True)
+
+    @property
+    def workers_of_service(self) -> int:
+        """The number of workers that the service's own limits allow for."""
+        return self.max_workers or 1024
 
     @property
     def of_center(self) -> CenterLimits:
@@ -152,14 +160,12 @@ class ServerSettings(CenterSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_group("security", Security)
-        for name in ("direct_address", "page"):
-            address = getattr(self, name)
-            if address is None or (name == "direct_address" and address is False):
-                continue
-            if _address.check(address).startswith("unix:"):
-                raise errors.InvalidArgumentError(
-                    f'{name} must be "host:port", got {address!r}'
-                )
+        direct = None if self.direct_address is False else self.direct_address
+        if direct is not None and _address.check(direct).startswith("unix:"):
+            got = f"direct_address={direct!r}"
+            combinations.reject("direct_address", "a Unix socket", got)
+        if self.page is not None and _address.check(self.page).startswith("unix:"):
+            combinations.reject("page", "a Unix socket", f"page={self.page!r}")
         _address.check(self.address)
         if self.page is not None and not extras.is_installed("agn_optax.ops.watch"):
             raise errors.MissingExtraError(
