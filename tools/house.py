@@ -219,7 +219,9 @@ def main() -> None:
         "files with the exact name `weight` in their code": mentions("weight"),
         "docstring summaries that break the style": len(odd),
         "circles of files": len(circles(PACKAGE)),
-        "class names for two things, but for a class that extends its namesake": len(shared_class_names(PACKAGE)),
+        "class names for two things, but for a class that extends its namesake": len(
+            shared_class_names(PACKAGE)
+        ),
         "parameters of `serve`": len(inspect.signature(service.serve).parameters),
         "words of the docs": words(pages),
         "test files with private imports": sum(
