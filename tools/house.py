@@ -12,6 +12,7 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agn_optax"
+TESTS = ROOT / "tests"
 NOT_SUMMARIES = re.compile(
     r"(What|Whether|Of|As|How|Who|Whoever|Where|Those|Which|Whose|That)\b"
 )
@@ -110,6 +111,39 @@ def has_private_import(path: pathlib.Path) -> bool:
     return False
 
 
+def is_private(name: str) -> bool:
+    """Return whether a dotted name has a private part."""
+    return re.search(r"(^|\.)_[^_]", name) is not None
+
+
+def private_patches(path: pathlib.Path) -> int:
+    """Count the calls of `setattr` on private modules, objects and members."""
+    return sum(
+        any(is_private(ast.unparse(each).strip("'")) for each in node.args[:2])
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "setattr"
+    )
+
+
+def has_private_reads(path: pathlib.Path, private: set[str]) -> bool:
+    """Return whether a test uses a private attribute of an object of the package."""
+    tree = ast.parse(path.read_text())
+    own = {"self", "cls", *(local for _, _, local in imports(path))}
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr in private
+        and ast.unparse(node.value) not in own
+        for node in ast.walk(tree)
+    )
+
+
+def private_attributes(folder: pathlib.Path) -> set[str]:
+    """Return the private attributes that classes in a folder assign or define."""
+    text = "\n".join(path.read_text() for path in python_files(folder))
+    found = re.findall(r"(?:\bself\.|^    def )(_[a-z]\w*)", text, re.M)
+    return set(found) - {"_replace", "_asdict", "_fields"}  # public, of NamedTuple
+
+
 def imports(path: pathlib.Path) -> list[tuple[str, str, str]]:
     """Return the module, name and local name of each `from` import, lazy ones too."""
     return [
@@ -171,24 +205,31 @@ def main() -> None:
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
     pages += sorted((ROOT / "docs").rglob("*.md"))
     pages = [page for page in pages if page.name != "notes.md"]
-    odd = odd_summaries(PACKAGE) + odd_summaries(ROOT / "tests")
+    private = private_attributes(PACKAGE)
+    odd = odd_summaries(PACKAGE) + odd_summaries(TESTS)
     rows = {
         "code lines of the package": sum(map(code_lines, python_files(PACKAGE))),
         "code lines of ops/, a part of the package": sum(
             map(code_lines, python_files(PACKAGE / "ops"))
         ),
-        "code lines of the tests": sum(map(code_lines, python_files(ROOT / "tests"))),
+        "code lines of the tests": sum(map(code_lines, python_files(TESTS))),
         "code lines of benchmarks/": sum(
             map(code_lines, python_files(ROOT / "benchmarks"))
         ),
-        "files with `weight` in their code": mentions("weight"),
+        "files with the exact name `weight` in their code": mentions("weight"),
         "docstring summaries that break the style": len(odd),
         "circles of files": len(circles(PACKAGE)),
-        "class names for two things": len(shared_class_names(PACKAGE)),
+        "class names for two things, but for a class that extends its namesake": len(
+            shared_class_names(PACKAGE)
+        ),
         "parameters of `serve`": len(inspect.signature(service.serve).parameters),
         "words of the docs": words(pages),
         "test files with private imports": sum(
-            map(has_private_import, python_files(ROOT / "tests"))
+            map(has_private_import, python_files(TESTS))
+        ),
+        "private patches in tests": sum(map(private_patches, python_files(TESTS))),
+        "test files that use private attributes": sum(
+            has_private_reads(path, private) for path in python_files(TESTS)
         ),
     }
     for name, number in rows.items():

@@ -65,7 +65,7 @@ def keeps_shapes(rule: Rule, center: PyTree) -> bool:
     try:
         before, after = jax.eval_shape(move, center)
     except Exception as error:  # an optimizer may raise anything
-        _log.debug("the center optimizer of rule %r raised %r", rule.name, error)
+        _log.info("the center optimizer of rule %r raised %r", rule.name, error)
         return False
     return _shapes(before) == _shapes(after)
 

@@ -10,6 +10,7 @@ one group needs memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ def when(
         cut = attempt(
             "an exchange by groups of leaves",
             lambda: _pieces(act, carry, params, groups),
+            logging.WARNING,  # all its transformations are known to work leaf by leaf
         )
     if cut is None:
         if due is None:

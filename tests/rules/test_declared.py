@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared, support
+from helpers import leaf_groups, shared, support
 
 import agn_optax
 from agn_optax import center_optimizers as outer
@@ -440,6 +440,23 @@ def test_log_reports_skipped_optimization_of_masked_optimizer(caplog):
         assert not _elementwise.is_uniform(rule, PARAMS)
     (record,) = caplog.records
     assert record.message.startswith("not done: a center in two arrays, because of")
+
+
+def test_failed_exchange_by_groups_of_leaves_is_a_warning(monkeypatch, caplog):
+    def update(updates, state, params=None):
+        if None in updates.values():
+            raise ValueError("part of a tree")
+        return updates, state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    leaf_groups.allow(monkeypatch)
+    center = agn_optax.elementwise(optimizer)
+    tx = agn_optax.diloco(optax.sgd(0.1), 2, center=center)
+    params = numbers(0, ("a", "b"))
+    jax.jit(tx.update)(params, tx.init(params), params)
+    warnings = {r.message for r in caplog.records if r.levelname == "WARNING"}
+    (warning,) = (each for each in warnings if "part of a tree" in each)
+    assert warning.startswith("not done: an exchange by groups of leaves (ValueError")
 
 
 @pytest.mark.parametrize("name", _declared.TABLE)

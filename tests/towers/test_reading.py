@@ -79,6 +79,7 @@ def axes(function, *, check_vma=False):
     return axes_of_collectives(jax.make_jaxpr(mapped)(jnp.ones(8)).jaxpr)
 
 
+@pytest.mark.filterwarnings("ignore:jax.lax.p(send|recv) is:DeprecationWarning")
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_axes_of_each_collective_are_found(name):
     assert axes(COLLECTIVES[name]) == {"workers"}
