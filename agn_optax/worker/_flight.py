@@ -15,7 +15,7 @@ import jax
 from agn_optax import errors
 from agn_optax._internal import Outage, in_background, retry
 from agn_optax.center import Answer, Submission
-from agn_optax.worker._programs import Sent
+from agn_optax.round import steps
 
 PyTree = Any
 
@@ -35,7 +35,7 @@ class Message:
     codec_state: PyTree = None  # after encoding; None if the local state has it
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)  # for callbacks
     answer: Answer | None = None
-    sent: Sent | None = None  # None unless local steps go on meanwhile
+    sent: steps.Sent | None = None  # None unless local steps go on meanwhile
     flight: Future[Answer] | None = None  # answer to a message sent in the background
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 

@@ -32,7 +32,7 @@ from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message, was_not_applied
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import SharedMessage, SharedSession
-from agn_optax.worker._programs import Sent, programs
+from agn_optax.worker._programs import programs
 
 PyTree = Any
 Loop = tuple[PyTree, LocalState]  # parameters and state of a fragment
@@ -361,7 +361,7 @@ class FragmentWorker:
         self._begin_flight(message, sent)
         return params, state
 
-    def _begin_flight(self, message: Message, sent: Sent) -> None:
+    def _begin_flight(self, message: Message, sent: rounds.steps.Sent) -> None:
         """Leave a message to the background, which `finish` starts."""
         message.sent, self.message = sent, message
         self.machine.send()

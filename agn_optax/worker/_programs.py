@@ -30,7 +30,6 @@ from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 
 PyTree = Any
-Sent = rounds.Sent
 
 
 class StreamingState(NamedTuple):
@@ -136,17 +135,17 @@ def programs(
     # The next message overwrites them, because allocating new ones would take longer.
     def send(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
-    ) -> tuple[PyTree, Sent, LocalState]:
+    ) -> tuple[PyTree, rounds.Sent, LocalState]:
         contribution, begun = rounds.send_and_begin(rule, state, params, anchor)
         copied = params if keeps_sent else None
         contribution, copied = rounds.overwrite(spare, (contribution, copied))
-        return contribution, Sent(copied, state.local_steps), begun
+        return contribution, rounds.Sent(copied, state.local_steps), begun
 
     def continue_without_answer(
         params: PyTree, state: LocalState
-    ) -> tuple[Sent, LocalState]:
+    ) -> tuple[rounds.Sent, LocalState]:
         # The parameters are not donated, so the program returns a copy of them.
-        sent = Sent(params if keeps_sent else None, state.local_steps)
+        sent = rounds.Sent(params if keeps_sent else None, state.local_steps)
         return sent, rounds.empty_record(rule, state, params, params)
 
     adopt = functools.partial(rounds.adopt_and_begin, rule, mixing=mixing)

@@ -160,13 +160,15 @@ class ServerSettings(CenterSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_group("security", Security)
+        _address.check(self.address)
         direct = None if self.direct_address is False else self.direct_address
-        if direct is not None and _address.check(direct).startswith("unix:"):
-            got = f"direct_address={direct!r}"
-            combinations.reject("direct_address", "a Unix socket", got)
+        if direct is not None:
+            addresses = _address.check(direct), self.address
+            if any(address.startswith("unix:") for address in addresses):
+                got = f"direct_address={direct!r}, address={self.address!r}"
+                combinations.reject("direct_address", "a Unix socket", got)
         if self.page is not None and _address.check(self.page).startswith("unix:"):
             combinations.reject("page", "a Unix socket", f"page={self.page!r}")
-        _address.check(self.address)
         if self.page is not None and not extras.is_installed("agn_optax.ops.watch"):
             raise errors.MissingExtraError(
                 "page needs agn_optax/ops, which this copy of the package lacks: "

@@ -23,7 +23,6 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 
 from agn_optax import errors
-from agn_optax._internal import combinations
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security import _handshake
@@ -546,10 +545,6 @@ def _listen(
         free = f"{settings.address.rpartition(':')[0]}:0"
         listening = listen_at(settings.direct_address or free)
         return SocketListener(servicer, listening, context)
-    if settings.direct_address is not None:
-        direct, address = settings.direct_address, settings.address
-        got = f"direct_address={direct!r}, address={address!r}"
-        combinations.reject("direct_address", "a Unix socket", got)
     if not HAS_ABSTRACT_SOCKETS:
         return None
     return SocketListener(servicer, listen_abstract(), context)
