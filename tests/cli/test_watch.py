@@ -161,7 +161,7 @@ def test_watch_waits_for_a_center_that_has_not_started(tmp_path, monkeypatch):
     def shows(console, table):
         out = rich.console.Console(file=io.StringIO(), width=400)
         show(out, table)
-        looks.append(out.file.getvalue())
+        looks.append(" ".join(out.file.getvalue().split()))  # a title can wrap
         if len(looks) == 1:
             servers.append(
                 service.serve(rules.downpour(), jnp.ones(2), address=address)
