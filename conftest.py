@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 
 # Tests compile hundreds of tiny programs, many of them alike, and run each a few times.
 # All test processes share a cache of compiled programs, which the next session reuses,
@@ -95,3 +96,10 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Delete the folder of tokens: all processes that used it have ended."""
     shutil.rmtree(_runtime, ignore_errors=True)
+
+
+@pytest.fixture
+def unix_address() -> Iterator[str]:
+    """An address of a Unix socket: systems limit its path, and ``tmp_path`` is long."""
+    with tempfile.TemporaryDirectory(prefix="agn-optax-") as folder:
+        yield f"unix:{folder}/center"

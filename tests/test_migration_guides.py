@@ -156,10 +156,12 @@ PROGRAMS = re.findall(
 
 
 @pytest.mark.parametrize(("options", "program"), PROGRAMS, ids=["agn", "easgd"])
-def test_whole_program_trains_with_two_workers(options, program, tmp_path, monkeypatch):
+def test_whole_program_trains_with_two_workers(
+    options, program, tmp_path, unix_address, monkeypatch
+):
     """The workers are threads here; the center has the options of the launch line."""
     monkeypatch.chdir(tmp_path)
-    address = f"unix:{tmp_path}/center"
+    address = unix_address
     scopes = [{}, {}]
 
     def work(scope):

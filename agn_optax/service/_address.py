@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import sys
 from typing import Any
 
 from agn_optax import errors
@@ -13,6 +15,7 @@ SERVICE = "agn_optax.center.v1.Center"
 # Seconds between two Waiting frames, which show a worker that the center is alive.
 WAITING_INTERVAL = 2.0
 _HERE = "this machine"
+_MAX_PATH = 107 if sys.platform == "linux" else 103  # bytes of a Unix socket's path
 _MAX_MESSAGE = 64 << 20  # bytes of a gRPC message; descriptions can have many leaves
 
 # Both sides ping a silent connection, to notice when the other host has vanished.
@@ -47,7 +50,8 @@ def check(address: Any) -> str:
 
     Raises:
       InvalidTypeError: it is not a string.
-      InvalidArgumentError: it is a string of another form.
+      InvalidArgumentError: it is a string of another form, or the path is longer than
+        the system allows.
     """
     wanted = (
         'an address must be "host:port", "[ipv6 address]:port" or "unix:path", '
@@ -56,6 +60,12 @@ def check(address: Any) -> str:
     if not isinstance(address, str):
         raise errors.InvalidTypeError(wanted)
     if address.startswith("unix:") and len(address) > len("unix:"):
+        length = len(os.fsencode(path(address)))
+        if length > _MAX_PATH:
+            raise errors.InvalidArgumentError(
+                f"the path of a Unix socket can have {_MAX_PATH} bytes, and the one of "
+                f"{address!r} has {length}"
+            )
         return address
     host, _, port = address.rpartition(":")
     is_host = ":" not in host or (host.startswith("[") and host.endswith("]"))

@@ -24,8 +24,8 @@ def runtime(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/center"
+def address(unix_address):
+    return unix_address
 
 
 @pytest.fixture

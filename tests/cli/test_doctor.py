@@ -66,8 +66,8 @@ def test_doctor_rejects_bad_addresses(address, message):
     assert message in found["address"][1]
 
 
-def test_doctor_reports_that_nothing_listens(nowhere, tmp_path):
-    for address in (nowhere, f"unix:{tmp_path}/nobody"):
+def test_doctor_reports_that_nothing_listens(nowhere, unix_address):
+    for address in (nowhere, unix_address):
         found = checks(address, code=1)
         assert list(found) == ["address", "connection"]
         assert f"nothing listens at {address}" in found["connection"][1]

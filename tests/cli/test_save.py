@@ -92,9 +92,9 @@ cli.main()
 
 
 @pytest.mark.slow
-def test_center_whose_save_failed_ends(tmp_path, params):
+def test_center_whose_save_failed_ends(tmp_path, unix_address, params):
     """Without a directory Orbax leaves threads that wait for it."""
-    to, address = tmp_path / "folder/to", f"unix:{tmp_path}/center"
+    to, address = tmp_path / "folder/to", unix_address
     options = [*AGN, "--open", f"--address={address}", f"--save={to}"]
     arguments, environment = python("-c", LOSES_ITS_FOLDER, "serve", *options)
     with subprocess.Popen(  # noqa: S603 our own program
@@ -111,8 +111,8 @@ def test_center_whose_save_failed_ends(tmp_path, params):
     assert f"agn-optax: cannot write {to}: " in output
 
 
-def test_serve_saves_its_center_when_it_ends(tmp_path, params):
-    to, address = tmp_path / "checkpoint", f"unix:{tmp_path}/center"
+def test_serve_saves_its_center_when_it_ends(tmp_path, unix_address, params):
+    to, address = tmp_path / "checkpoint", unix_address
     seen = []
 
     def work(center):

@@ -33,8 +33,8 @@ from agn_optax.service import fingerprint
 
 
 @pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/center"
+def address(unix_address):
+    return unix_address
 
 
 def arguments_of(options):

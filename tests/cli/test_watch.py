@@ -153,9 +153,9 @@ def test_table_shows_stalled_and_waiting_workers(shown):
     assert re.search("bert +│ +yes │", output)
 
 
-def test_watch_waits_for_a_center_that_has_not_started(tmp_path, monkeypatch):
+def test_watch_waits_for_a_center_that_has_not_started(unix_address, monkeypatch):
     """When the center stops, watch keeps the last table."""
-    address = f"unix:{tmp_path}/center"
+    address = unix_address
     servers, looks, show = [], [], rich.console.Console.print
 
     def shows(console, table):
@@ -200,9 +200,9 @@ def at_each_line(monkeypatch, act):
     monkeypatch.setattr(typer, "echo", echoes)
 
 
-def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
+def test_watch_waits_for_a_center_that_stops(unix_address, monkeypatch):
     """Then another center starts there."""
-    address = f"unix:{tmp_path}/center"
+    address = unix_address
     servers = [service.serve(rules.downpour(), jnp.ones(2), address=address)]
     looks = []
 
@@ -227,8 +227,8 @@ def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
     assert looks[-1]["version"] is None
 
 
-def test_watch_fails_when_its_last_look_finds_no_center(tmp_path, monkeypatch):
-    server = service.serve(rules.downpour(), address=f"unix:{tmp_path}/center")
+def test_watch_fails_when_its_last_look_finds_no_center(unix_address, monkeypatch):
+    server = service.serve(rules.downpour(), address=unix_address)
     at_each_line(monkeypatch, lambda values: server.stop())
     output = fails(
         "watch", server.address, "--json", "--interval=0.05", "--count=2", code=1

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import pathlib
 import socket
 import stat
 import subprocess
@@ -60,12 +61,12 @@ TOKENS = "\n".join(
 
 
 @contextlib.contextmanager
-def served(transport, folder, authority, access):
+def served(transport, unix_address, authority, access):
     """Serve a center; yield it and the settings to connect over one transport."""
     settings, tls, client = {}, None, {"timeout": LIMIT}
     client["transports"] = ["grpc" if transport == "grpc" else "socket"]
     if transport == "unix":
-        settings["address"] = f"unix:{folder}/center"
+        settings["address"] = unix_address
     elif transport == "tls":
         tls = authority.issue("/CN=center")._replace(ca=None)
         client["tls"] = Tls(authority.ca)
@@ -116,8 +117,8 @@ def allowed(address, client, name="anna", **shown):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_each_role_allows_its_calls_and_no_others(transport, tmp_path, authority):
-    with served(transport, tmp_path, authority, Access(TOKENS)) as (server, client):
+def test_each_role_allows_its_calls_and_no_others(transport, unix_address, authority):
+    with served(transport, unix_address, authority, Access(TOKENS)) as (server, client):
         for role, expected in ALLOWED.items():
             found = allowed(server.address, client, token=token(role))
             assert found == expected, role
@@ -133,9 +134,9 @@ def test_each_role_allows_its_calls_and_no_others(transport, tmp_path, authority
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("shown", [None, "x" * 20])
 def test_error_without_valid_token_says_what_is_missing(
-    transport, shown, tmp_path, authority
+    transport, shown, unix_address, authority
 ):
-    with served(transport, tmp_path, authority, Access(TOKENS)) as (server, client):
+    with served(transport, unix_address, authority, Access(TOKENS)) as (server, client):
         lacks = "does not know that token" if shown else "give connect"
         with pytest.raises(errors.NotAllowedError, match=lacks):
             service.connect(server.address, RULE, token=shown, **client)
@@ -359,14 +360,14 @@ def test_public_address_needs_access_settings(authority):
         service.serve(RULE, address=elsewhere, security=security).stop()
 
 
-def test_unix_socket_is_for_its_user_only(tmp_path):
-    path = tmp_path / "center"
-    with service.serve(RULE, params(), address=f"unix:{path}"):
+def test_unix_socket_is_for_its_user_only(unix_address):
+    path = pathlib.Path(unix_address.removeprefix("unix:"))
+    with service.serve(RULE, params(), address=unix_address):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
-def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
+def test_another_user_cannot_connect_over_abstract_unix_sockets(unix_address):
     """Not even with a key, although any user can reach abstract socket names."""
     program = (
         "import os, socket, sys\n"
@@ -376,7 +377,7 @@ def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
         f"end.sendall({sockets.GREETING!r} + bytes.fromhex(sys.argv[2]))\n"
         "print(end.recv(100).decode())\n"
     )
-    with service.serve(RULE, params(), address=f"unix:{tmp_path}/center") as server:
+    with service.serve(RULE, params(), address=unix_address) as server:
         for transport in ("socket", "memory"):
             offer = sessions.offer(server, transport)
             name = offer.address.removeprefix("unix:")

@@ -657,8 +657,8 @@ def test_bad_transports_are_rejected(transports, kind, message):
 
 
 @shares
-def test_direct_transports_work_at_a_unix_socket(tmp_path):
-    address = f"unix:{tmp_path}/center"
+def test_direct_transports_work_at_a_unix_socket(unix_address):
+    address = unix_address
     for transports in ((), ["memory"], ["socket"]):
         with served(*transports, address=address) as (server, center):
             assert center.join("anna").transport == (transports or ["memory"])[0]
@@ -683,6 +683,7 @@ def test_direct_address_can_be_chosen():
     ("settings", "message"),
     [
         ({"direct_address": "here"}, "an address must be"),
+        ({"direct_address": f"unix:/{'x' * 200}"}, "path of a Unix socket can have 10"),
         ({"direct_address": "unix:/tmp/x"}, 'must be "host:port"'),
         ({"direct_address": True}, "an address must be"),
         ({"direct_address": "8.8.8.8:0"}, "plain text"),

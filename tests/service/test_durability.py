@@ -51,9 +51,9 @@ class ServerProcess:
 
 
 @pytest.mark.slow
-def test_every_step_counts_once_through_kill_and_drain(tmp_path):
+def test_every_step_counts_once_through_kill_and_drain(tmp_path, unix_address):
     """SIGKILL, then SIGTERM, while workers in other processes keep training."""
-    address, directory = f"unix:{tmp_path}/center", tmp_path / "kept"
+    address, directory = unix_address, tmp_path / "kept"
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(children.processes(PROGRAM, PROCESSES))
         # A journal so small that snapshots are written during the test.
@@ -100,13 +100,13 @@ def test_every_step_counts_once_through_kill_and_drain(tmp_path):
 
 
 @pytest.fixture
-def killed(tmp_path):
+def killed(tmp_path, unix_address):
     """A context that serves, with a function that restarts as after a SIGKILL.
 
     The function copies the files of the running server, as a kill would leave them,
     stops that server, and serves from the copy at the same address.
     """
-    address = f"unix:{tmp_path}/center"
+    address = unix_address
 
     @contextlib.contextmanager
     def serve():

@@ -176,8 +176,8 @@ def test_worker_gets_the_reason_of_a_rejection(serve, connect, direct, caplog):
     assert (row["rejected"], row["dropped"], row["exchanges"]) == (3, 0, 1)
 
 
-def test_worker_exchanges_over_a_unix_socket(serve, connect, tmp_path):
-    address = f"unix:{tmp_path}/center"
+def test_worker_exchanges_over_a_unix_socket(serve, connect, unix_address):
+    address = unix_address
     server = serve(address=address)
     worker = a_worker(connect(server.address))
     a_step(worker, *worker.start())

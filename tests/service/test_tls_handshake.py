@@ -105,9 +105,9 @@ def test_mismatch_of_tls_settings_raises_at_once(name, authority, other):
         assert time.monotonic() - begin < LIMIT / 2
 
 
-def test_missing_tls_settings_raise_over_a_unix_socket(authority, tmp_path):
+def test_missing_tls_settings_raise_over_a_unix_socket(authority, unix_address):
     tls = authority.issue("/CN=center")._replace(ca=None)
-    address = f"unix:{tmp_path}/center"
+    address = unix_address
     with (
         service.serve(RULE, address=address, security=service.Security(tls=tls)),
         pytest.raises(errors.EncryptionError, match="speaks TLS"),
