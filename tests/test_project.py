@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import io
 import os
@@ -77,27 +78,25 @@ ROOMS = {
 INTO_OPS = {("service/server/_server.py", "agn_optax.ops.watch.Page")}
 
 
+@functools.cache
+def house():
+    spec = importlib.util.spec_from_file_location("house", ROOT / "tools/house.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def imports(path):
     """Yield the modules that a file imports, as dotted names."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in {path}"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for module, name, _ in house().imports(path):
+        assert not module.startswith("."), f"relative import in {path}"
+        yield f"{module}.{name}" if name else module
 
 
 def files(layer):
     """Return the files of a layer, which is a folder or a file."""
     folder = PACKAGE / layer
     return folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
-
-
-def house():
-    spec = importlib.util.spec_from_file_location("house", ROOT / "tools/house.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # The page is imported when `serve(page=...)` asks for it, and needs the service.

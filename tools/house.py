@@ -99,16 +99,8 @@ def shared_class_names(folder: pathlib.Path) -> set[str]:
 
 def has_private_import(path: pathlib.Path) -> bool:
     """Return whether a test imports a private module or name of the package."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        if any(n.startswith("agn_optax.") and "._" in n for n in names):
-            return True
-    return False
+    names = [f"{module}.{name}" for module, name, _ in imports(path)]
+    return any(n.startswith("agn_optax.") and "._" in n for n in names)
 
 
 def is_private(name: str) -> bool:
@@ -145,13 +137,18 @@ def private_attributes(folder: pathlib.Path) -> set[str]:
 
 
 def imports(path: pathlib.Path) -> list[tuple[str, str, str]]:
-    """Return the module, name and local name of each `from` import, lazy ones too."""
-    return [
-        (node.module or "", alias.name, alias.asname or alias.name)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
+    """Return the module, name and local name of each import, lazy ones too.
+
+    The name is empty where a whole module is imported.
+    """
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(a.name, "", a.asname or a.name) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found += [(module, a.name, a.asname or a.name) for a in node.names]
+    return found
 
 
 def file_of(package: pathlib.Path, module: str, name: str = "") -> pathlib.Path | None:
