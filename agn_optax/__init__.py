@@ -50,7 +50,7 @@ if _typing.TYPE_CHECKING:
         loss_scaling,
         reduce_loss,
     )
-    from agn_optax.worker import Worker, from_first_process
+    from agn_optax.worker import Worker
 
 __all__ = [
     "Center",
@@ -83,7 +83,6 @@ __all__ = [
     "elementwise",
     "errors",
     "exchange_every",
-    "from_first_process",
     "loss_scale",
     "loss_scaling",
     "normalize",
@@ -113,7 +112,7 @@ _MODULES = (
 # The folders of the other lazy names; a name that is missing here is in `towers`.
 _FOLDERS = {
     **dict.fromkeys(("Center", "LocalCenter", "Snapshot"), "center"),
-    **dict.fromkeys(("Worker", "from_first_process"), "worker"),
+    "Worker": "worker",
 }
 
 

@@ -104,6 +104,14 @@ COMBINATIONS = {
         "a center at a Unix socket chooses another one for direct connections itself. "
         'At a port `direct_address` must be `"host:port"`'
     ),
+    ("a worker of several processes", "a center in this process"): (
+        "each process would have a center of its own. Serve the center, with "
+        "`agn_optax.service.serve` in one process, and connect all to it"
+    ),
+    ("a worker of several processes", "a codec that reads the whole tree"): (
+        "each process encodes its own pieces. Take a codec that works by elements or "
+        "blocks, such as `quantize`, `top_k`, `sign` and `cast`"
+    ),
     ("a worker of several processes", "an engine other than SLURM"): (
         "a worker is one process on this machine, and one pod on Kubernetes. Take "
         "`--on slurm`, or leave `processes` out"

@@ -97,11 +97,8 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
         leaf = jnp.asarray(leaf)
         if not isinstance(other, jax.Array) or leaf.sharding == other.sharding:
             return leaf
-        if not other.sharding.is_fully_addressable:  # each process has the same leaf
-            whole = np.asarray(leaf)
-            return jax.make_array_from_callback(
-                whole.shape, other.sharding, lambda index: whole[index]
-            )
+        if not leaf.is_fully_addressable:  # programs give it the sharding of `other`
+            return leaf
         return jax.device_put(leaf, other.sharding)
 
     return jax.tree.map(

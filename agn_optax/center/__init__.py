@@ -22,11 +22,20 @@ from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import release_arguments as release_arguments
+from agn_optax.center._pieces import Pieces as Pieces
+from agn_optax.center._pieces import Region as Region
+from agn_optax.center._pieces import Share as Share
+from agn_optax.center._pieces import outside as outside
+from agn_optax.center._pieces import region_of as region_of
+from agn_optax.center._pieces import shares_of as shares_of
+from agn_optax.center._pieces import uncovered as uncovered
 from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._recent import Recent as Recent
 from agn_optax.center._settings import CenterSettings as CenterSettings
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
+from agn_optax.center._sharded import is_finite as is_finite
+from agn_optax.center._sharded import not_finite as not_finite
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
 from agn_optax.center._store import Version as Version

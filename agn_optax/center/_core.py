@@ -675,6 +675,21 @@ class LocalSession(Session):
                 kept.version.readers -= 1
         return copied
 
+    def completed(self) -> int:
+        """Return the number of the last exchange that the center has completed."""
+        with self._core.atomically():
+            return self._core.ledger.member(self.worker, self.session_id).sequence
+
+    def current(self) -> KeptAnswer:
+        """Return the current version as if it answered an exchange of number 0."""
+        core = self._core
+        with core.atomically():
+            core.ledger.member(self.worker, self.session_id)  # raises if it has ended
+            version = core.store.current
+            version.escaped = True  # its readers do not report the end of reading
+            answer = Answer(None, version.number, 0)
+            return KeptAnswer(answer, version, core._recorded())
+
     def acknowledge(self, sequence: int) -> None:
         """Release the answer to an exchange: see `Session.acknowledge`."""
         with self._core.atomically():

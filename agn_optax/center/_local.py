@@ -133,10 +133,9 @@ class LocalCenter:
         """Return a consistent copy of the center's complete state, for a checkpoint."""
         return self.core.save()
 
-    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+    def initialize(self, params: PyTree, *, worker: str) -> None:
         """Set the center's first parameters: see `Center.initialize`."""
         self.core.initialize(params, worker=worker)
-        return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
@@ -153,6 +152,10 @@ class LocalCenter:
         See `Center.pull`.
         """
         return self.core.snapshot()
+
+    def describe(self) -> Snapshot:
+        """Return the current version without its arrays: see `Center.describe`."""
+        return Snapshot(self.core.store.like, self.version)
 
     def join(
         self,

@@ -80,6 +80,10 @@ class Session(abc.ABC):
     def leave(self) -> None:
         """End the session, so that no other worker waits for this one. Idempotent."""
 
+    def is_answered(self, done: bool) -> bool:
+        """Return ``done``; a worker of several processes decides it together."""
+        return done
+
     def exchange(self, submission: Submission) -> Answer:
         """Submit an exchange, collect and acknowledge its answer. May be repeated."""
         self.submit(submission)
@@ -135,14 +139,11 @@ class Center(Protocol):
           NotInitializedError: the other workers did not join in time.
         """
 
-    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+    def initialize(self, params: PyTree, *, worker: str) -> None:
         """Set the center's first parameters, which are copied.
 
         The worker that initialized the center may call this again, for example after a
         crash: the center then keeps its parameters.
-
-        Returns:
-          The parameters and their version.
 
         Raises:
           AlreadyInitializedError: another worker initialized the center, or the center
@@ -165,6 +166,13 @@ class Center(Protocol):
 
     def pull(self) -> Snapshot:
         """Return the current version of the center.
+
+        Raises:
+          NotInitializedError: the center has no parameters yet.
+        """
+
+    def describe(self) -> Snapshot:
+        """Return the current version with abstract arrays, which takes no transfer.
 
         Raises:
           NotInitializedError: the center has no parameters yet.

@@ -19,6 +19,7 @@ import numpy as np
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, in_background
+from agn_optax.center._pieces import Pieces, Share
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.round import elementwise, parts
@@ -104,8 +105,9 @@ class ShardedCenter:
                 "start() again"
             )
         shard_params: list[PyTree] = [None] * shards
+        share = params.share if isinstance(params, Pieces) else None
         if params is not None:
-            self._check_model(params)
+            self._check_model(params if share is None else share.like)
             shard_params = self.cut(params)
         with contextlib.ExitStack() as joined:
 
@@ -118,15 +120,15 @@ class ShardedCenter:
 
             sessions = self.call_all(join, self.centers, shard_params, tokens)
             joined.pop_all()
-        return ShardedSession(self, sessions)
+        return ShardedSession(self, sessions, share)
 
-    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+    def initialize(self, params: PyTree, *, worker: str) -> None:
         """Set every shard's part of the first parameters: see `Center.initialize`."""
-        check.float_leaves(params, "params")
+        like = params.share.like if isinstance(params, Pieces) else params
+        check.float_leaves(like, "params")
         # In order: the chief of the first shard is the chief of all shards.
         for center, part in zip(self.centers, self.cut(params), strict=True):
             center.initialize(part, worker=worker)
-        return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until all shards are initialized, and return the center."""
@@ -139,6 +141,24 @@ class ShardedCenter:
         See `Center.pull`.
         """
         return self.unite(self.call_all(lambda center: center.pull(), self.centers))
+
+    def describe(self) -> Snapshot:
+        """Return the versions of all shards without arrays: see `Center.describe`."""
+        described = self.call_all(lambda center: center.describe(), self.centers)
+        like = jax.eval_shape(parts.join, [snapshot.params for snapshot in described])
+        like = self._in_containers(like)
+        self._learn(like)
+        return Snapshot(like, tuple(snapshot.version for snapshot in described))
+
+    @property
+    def takes_pieces(self) -> bool:
+        """True if the processes of a worker may each exchange their own pieces."""
+        return all(getattr(center, "takes_pieces", False) for center in self.centers)
+
+    @property
+    def timeout(self) -> float:
+        """The longest timeout of the shards' connections, in seconds."""
+        return max(getattr(center, "timeout", 0.0) for center in self.centers)
 
     @property
     def address(self) -> str:
@@ -172,10 +192,11 @@ class ShardedCenter:
         Raises:
           InvalidArgumentError: the rule cannot work on parts of the parameters.
         """
-        whole = jax.eval_shape(lambda: tree)
+        pieces = tree if isinstance(tree, Pieces) else None
+        whole = jax.eval_shape(lambda: tree) if pieces is None else pieces.share.like
         shard_parts = self._divide(whole)
         elementwise.check(self.rule, whole, jax.eval_shape(shard_parts.cut, whole))
-        return shard_parts.cut(tree)
+        return shard_parts.cut(tree) if pieces is None else pieces.cut(shard_parts)
 
     def cut_message(self, contribution: PyTree) -> list[PyTree]:
         """Split a contribution into the parts of the shards.
@@ -184,8 +205,7 @@ class ShardedCenter:
           TreeMismatchError: the contribution does not match the whole center, even if
             its parts match those of the shards.
         """
-        if self._model is None:
-            self.pull()  # raises if the center has no parameters yet
+        self.known_parts()
         check.same_tree(contribution, self._message_like, "contribution", "center")
         check.same_kinds(contribution, self._message_like, "contribution")
         # A contribution has a tree of arrays in place of each leaf of the center.
@@ -201,11 +221,21 @@ class ShardedCenter:
             )
         ]
 
+    def known_parts(self) -> parts.Parts:
+        """Return the parts of the shards.
+
+        Raises:
+          NotInitializedError: the center has no parameters yet.
+        """
+        if self._model is None:
+            self.describe()
+        return self._parts
+
     def _check_model(self, params: PyTree) -> None:
         """Check ``params`` against the whole center, so that errors name its paths."""
         if self._model is None:
             with contextlib.suppress(errors.NotInitializedError):
-                self.pull()
+                self.describe()
         if self._model is not None:
             check.float_leaves(params, "params")
             check.same_tree(params, self._model, "params", "center")
@@ -221,24 +251,46 @@ class ShardedCenter:
     def unite(self, snapshots: Sequence[Snapshot | Answer]) -> Snapshot:
         """Combine the snapshots of all shards into one."""
         whole = parts.join([snapshot.params for snapshot in snapshots])
-        if self._like is not None:
-            treedef = jax.tree.structure(self._like)
-            whole = jax.tree.unflatten(treedef, jax.tree.leaves(whole))
+        whole = self._in_containers(whole)
+        self._learn(whole)
+        return Snapshot(whole, tuple(snapshot.version for snapshot in snapshots))
+
+    def unite_pieces(
+        self, snapshots: Sequence[Snapshot | Answer], share: Share
+    ) -> Snapshot:
+        """Combine a process's pieces of the snapshots of all shards."""
+        received = [snapshot.params for snapshot in snapshots]
+        pieces = share.join_wanted(received, self.known_parts())
+        return Snapshot(pieces, tuple(snapshot.version for snapshot in snapshots))
+
+    def _in_containers(self, tree: PyTree) -> PyTree:
+        if self._like is None:
+            return tree
+        return jax.tree.unflatten(jax.tree.structure(self._like), jax.tree.leaves(tree))
+
+    def _learn(self, whole: PyTree) -> None:
+        """Keep the shapes of the center, and the parts of its shards."""
         if self._model is None:
             model = jax.eval_shape(lambda: whole)
             self._message_like = rounds.contribution_like(self.rule, model)
             self._parts = self._divide(model)
             self._shard_likes = jax.eval_shape(self._parts.cut, model)
             self._model = model  # last, because other threads check it first
-        return Snapshot(whole, tuple(snapshot.version for snapshot in snapshots))
 
-    def unite_answers(self, answers: Sequence[Answer]) -> Answer:
-        """Combine the answers of all shards to one exchange."""
+    def unite_answers(
+        self, answers: Sequence[Answer], share: Share | None = None
+    ) -> Answer:
+        """Combine the answers of all shards to one exchange.
+
+        Args:
+          answers: the answers.
+          share: share of the process that gets them; None for a worker of one process.
+        """
         norms = [answer.norm for answer in answers if answer.norm is not None]
         paces = [answer.pace for answer in answers if answer.pace is not None]
         received = [a.received for a in answers if a.received is not None]
         return Answer(
-            *self.unite(answers),
+            *(self.unite(answers) if share is None else self.unite_pieces(answers, share)),
             answers[0].sequence,
             staleness=max(answer.staleness for answer in answers),
             norm=np.sqrt(np.sum(np.square(norms))) if norms else None,
@@ -259,7 +311,13 @@ class ShardedSession(Session):
     others. If the worker is killed before that, only some shards have applied it.
     """
 
-    def __init__(self, center: ShardedCenter, sessions: Sequence[Session]) -> None:
+    def __init__(
+        self,
+        center: ShardedCenter,
+        sessions: Sequence[Session],
+        share: Share | None = None,
+    ) -> None:
+        self._share = share  # None for a worker of one process
         self.worker = sessions[0].worker
         self.session_id = sessions[0].session_id
         self._center = center
@@ -286,9 +344,13 @@ class ShardedSession(Session):
                 f"anchor_version must be a tuple of {shards} versions, one for each "
                 f"shard, got {versions!r}"
             )
-        contributions = self._center.cut_message(contribution)
-        if not _is_finite(contribution):  # so that every shard rejects its part
-            contributions = jax.tree.map(_not_finite, contributions)
+        if self._share is not None:  # its processes make all pieces not finite at once
+            shard_parts = self._center.known_parts()
+            contributions = self._share.cut_owned(contribution, shard_parts)
+        else:
+            contributions = self._center.cut_message(contribution)
+            if not is_finite(contribution):  # so that every shard rejects its part
+                contributions = not_finite(contributions)
 
         def submit(session: Session, part: PyTree, version: int) -> None:
             session.submit(
@@ -309,7 +371,14 @@ class ShardedSession(Session):
         collected = [answer for answer in answers if answer is not None]
         if len(collected) < len(answers):
             return None
-        return self._center.unite_answers(collected)
+        return self._center.unite_answers(collected, self._share)
+
+    def pull(self, attempt: int, timeout: float | None = None) -> Snapshot:
+        """Return this process's pieces of one version of each shard."""
+        sessions: Sequence[Any] = self._sessions
+        pulled = self._center.call_all(lambda s: s.pull(attempt, timeout), sessions)
+        assert self._share is not None
+        return self._center.unite_pieces(pulled, self._share)
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge the answers of all shards: see `Session.acknowledge`."""
@@ -327,13 +396,19 @@ class ShardedSession(Session):
             session.leave()
 
 
-def _not_finite(leaf: jax.Array) -> jax.Array:
-    is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+def not_finite(tree: PyTree) -> PyTree:
+    """Return a tree whose floating elements are all NaN."""
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+
+    return jax.tree.map(fill, tree)
 
 
 @jax.jit
-def _is_finite(tree: PyTree) -> jax.Array:
+def is_finite(tree: PyTree) -> jax.Array:
+    """Return whether all elements are finite."""
     return jax.tree.reduce(
         lambda finite, leaf: finite & jnp.isfinite(leaf).all(), tree, jnp.array(True)
     )

@@ -187,7 +187,7 @@ class Store:
           TreeMismatchError: the contribution does not match the center.
         """
         if self.packing is None or not self.packing.holds(contribution):
-            like = self.contribution_like
+            like = self.like_of(contribution)
             check.same_tree(
                 contribution, like, "contribution", "the expected contribution"
             )
@@ -202,7 +202,19 @@ class Store:
         leaves = jax.tree.leaves(contribution)
         if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
             return contribution  # a program takes NumPy arrays directly, and faster
+        if isinstance(contribution, rounds.Decoded):
+            return contribution._replace(
+                contribution=trees.place_like(
+                    contribution.contribution, self.current.params
+                )
+            )
         return trees.place_like(contribution, self.current.params)
+
+    def like_of(self, contribution: PyTree) -> PyTree:
+        """Return the shapes and dtypes that a contribution must have."""
+        if isinstance(contribution, rounds.Decoded):
+            return rounds.Decoded(self.like)
+        return self.contribution_like
 
     def unplace(self, placed: PyTree) -> PyTree:
         """Return a contribution, or parameters of a version, as a tree."""

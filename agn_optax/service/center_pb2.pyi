@@ -107,7 +107,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "lease", "heartbeat", "waiting_interval", "calls")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "lease", "heartbeat", "waiting_interval", "calls", "version")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class Description(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     WAITING_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
@@ -136,19 +137,46 @@ class Description(_message.Message):
     heartbeat: float
     waiting_interval: float
     calls: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., calls: _Optional[_Iterable[str]] = ...) -> None: ...
+    version: int
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., calls: _Optional[_Iterable[str]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "session_id", "center")
+    __slots__ = ("protocol", "worker", "session_id", "center", "share_size")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
+    SHARE_SIZE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     session_id: str
     center: str
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ...) -> None: ...
+    share_size: int
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ..., share_size: _Optional[int] = ...) -> None: ...
+
+class Share(_message.Message):
+    __slots__ = ("group", "process", "processes", "owned", "wanted")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    OWNED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    process: int
+    processes: int
+    owned: _containers.RepeatedCompositeFieldContainer[Region]
+    wanted: _containers.RepeatedCompositeFieldContainer[Region]
+    def __init__(self, group: _Optional[str] = ..., process: _Optional[int] = ..., processes: _Optional[int] = ..., owned: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+
+class Region(_message.Message):
+    __slots__ = ("leaf", "start", "shape")
+    LEAF_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    leaf: int
+    start: _containers.RepeatedScalarFieldContainer[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leaf: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("center",)
@@ -157,7 +185,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "attempt")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +200,7 @@ class Message(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
@@ -179,19 +208,22 @@ class Message(_message.Message):
     steps: int
     weight: float
     reported: _containers.ScalarMap[str, float]
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("protocol", "worker", "schema_hash", "schema_size")
+    __slots__ = ("protocol", "worker", "schema_hash", "schema_size", "share_size")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_SIZE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     schema_hash: bytes
     schema_size: int
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., schema_size: _Optional[int] = ...) -> None: ...
+    share_size: int
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., schema_size: _Optional[int] = ..., share_size: _Optional[int] = ...) -> None: ...
 
 class Parameters(_message.Message):
     __slots__ = ()
@@ -230,8 +262,10 @@ class Snapshot(_message.Message):
     def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("missing",)
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Session(_message.Message):
     __slots__ = ("worker", "session_id")

@@ -1,7 +1,6 @@
 """The worker's side of an embedded or served center: one class for both."""
 
 from agn_optax.worker._fragment import FragmentState
-from agn_optax.worker._processes import from_first_process
 from agn_optax.worker._programs import StreamingState
 from agn_optax.worker._worker import Worker, WorkerState
 
@@ -10,5 +9,4 @@ __all__ = [
     "StreamingState",
     "Worker",
     "WorkerState",
-    "from_first_process",
 ]

@@ -39,10 +39,6 @@ class Message:
     flight: Future[Answer] | None = None  # answer to a message sent in the background
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def exchange(self) -> Answer:
-        """Send the message, and wait for the answer."""
-        return self.send_once()
-
     def send_once(self) -> Answer:
         """Send the message on this thread, measure the time, and return the answer."""
         begin = time.monotonic()
@@ -57,7 +53,7 @@ class Message:
         it.
         """
         assert self.flight is not None
-        return self.flight.done()
+        return bool(self.session.is_answered(self.flight.done()))
 
     def send_in_background(self, give_up: float) -> None:
         """Send in the background, with retries for ``give_up`` seconds."""

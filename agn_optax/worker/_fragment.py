@@ -31,7 +31,8 @@ from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message, was_not_applied
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
-from agn_optax.worker._processes import SharedMessage, SharedSession
+from agn_optax.worker._layout import Layout, layout_of
+from agn_optax.worker._processes import ProcessesCenter
 from agn_optax.worker._programs import programs
 
 PyTree = Any
@@ -90,7 +91,10 @@ class FragmentWorker:
     ) -> None:
         self.center = center
         self.name = name
-        self.programs = programs(center.rule, inner, delay, mixing)
+        self._make_programs = functools.partial(
+            programs, center.rule, inner, delay, mixing
+        )
+        self.programs = self._make_programs()  # of parameters on one device
         self.machine = ExchangeMachine(overlap=overlap, delay=delay, patience=patience)
         self.message: Message | None = None
         self.session: Any = None
@@ -170,14 +174,12 @@ class FragmentWorker:
         self, params: PyTree, *, chief: bool | None, timeout: float | None
     ) -> Loop:
         """Join the center, and adopt it: see `Worker.start`."""
-        session = self.center.join(self.name, params, timeout=timeout)
+        center = self._center_for(layout_of(params))
+        session = center.join(self.name, params, timeout=timeout)
         try:
             if chief:
-                snapshot = self.center.initialize(params, worker=self.name)
-            elif chief is None:
-                snapshot = self.center.pull()
-            else:
-                snapshot = self.center.wait(timeout)
+                center.initialize(params, worker=self.name)
+            snapshot = center.wait(timeout) if chief is False else center.pull()
             if params is None:
                 params = snapshot.params
             check.same_tree(params, snapshot.params, "params", "center")
@@ -190,6 +192,13 @@ class FragmentWorker:
         self.machine.start(counts=Counts())
         self._begin_session(session, loop, anchor)
         return loop
+
+    def _center_for(self, layout: Layout | None) -> Center:
+        """Return the center for parameters of a layout, and make programs for it."""
+        self.programs = self._make_programs(layout)
+        if layout is None or not layout.spans_processes:
+            return self.center
+        return ProcessesCenter(self.center, layout)
 
     def _begin_session(self, session: Session, loop: Loop, anchor: Snapshot) -> None:
         self.session = session
@@ -240,7 +249,7 @@ class FragmentWorker:
     def check_restored(self, loop: Loop, saved: FragmentState) -> None:
         """Raise the errors of `Worker.restore`, before anything changes."""
         params, state = loop
-        center = self.center.pull()
+        center = self.center.describe()
         check.same_tree(params, center.params, "saved.params", "center")
         expected = jax.eval_shape(self.programs.start, center.params, params)[1]
         check.same_tree(state, expected, "saved.state", "this worker's state")
@@ -260,7 +269,8 @@ class FragmentWorker:
         """Join the center, and continue with these arrays: see `Worker.restore`."""
         is_resumed = resume_token is not None
         token, completed = resume_token if is_resumed else (None, 0)
-        session = self.center.join(self.name, loop[0], resume_token=token)
+        center = self._center_for(layout_of(loop[0]))
+        session = center.join(self.name, loop[0], resume_token=token)
         weight = None if saved.weight is None else float(saved.weight)
         self.machine.start(
             completed=completed,
@@ -326,7 +336,7 @@ class FragmentWorker:
         """
         if message.answer is None:
             try:
-                message.answer = message.exchange()
+                message.answer = message.send_once()
             except errors.CenterUnreachableError as error:
                 may_continue = self.machine.lose_center()
                 if not may_continue or isinstance(error, errors.CenterClosedError):
@@ -380,8 +390,7 @@ class FragmentWorker:
             weight=counts.weight,
             reported=dict(self.reported),
         )
-        kind = SharedMessage if isinstance(self.session, SharedSession) else Message
-        return kind(self.session, submission, codec_state)
+        return Message(self.session, submission, codec_state)
 
     def receive(self, params: PyTree, state: LocalState) -> Loop:
         """Wait for the answer to a message in flight, if there is one, and adopt it.

@@ -1,89 +1,75 @@
-"""A worker of several processes, of which only the first communicates with the center.
+"""A worker of several processes, each of which exchanges its own pieces.
 
-All processes run one program with a `Worker` each. These workers make the same calls at
-the same time, because the first process broadcasts each answer of the center to the
-others. The broadcasts are collectives, like those of the program, and must be called on
-the same thread. So only the first process has a message in flight, and it broadcasts
-whether the answer has arrived.
+The processes are those of a `jax.distributed` job that have devices of the parameters'
+mesh. Each has a `Worker` with a connection of its own, and calls the same methods with
+the same values. A center gets the pieces of all, applies them as one message, and
+answers each process with its own pieces; nothing is gathered.
+
+After each exchange the processes agree: only if all have got the same answer do they
+adopt it. If one has not, all begin the exchange anew, or raise the same error.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import dataclasses
+import functools
+import hashlib
+import itertools
 import json
+import time
+import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from agn_optax import errors
-from agn_optax._internal import check, description, in_background, trees
-from agn_optax.center import Answer, Center, Session, Snapshot, Submission
-from agn_optax.rules import Rule
-from agn_optax.worker._flight import Message
+from agn_optax._internal import combinations
+from agn_optax._internal.processes import Processes
+from agn_optax.center import (
+    Answer,
+    Center,
+    Pieces,
+    Session,
+    ShardedCenter,
+    Share,
+    Snapshot,
+    Submission,
+    is_finite,
+    not_finite,
+    region_of,
+    shares_of,
+)
+from agn_optax.worker._layout import Layout
 
 PyTree = Any
 Record = TypeVar("Record", Snapshot, Answer)
 
-# s between broadcasts while there is no answer yet: on some backends collectives time
-# out early.
-_PAUSE = 5.0
+_joins = itertools.count()  # the same in all processes, which make the same calls
 
 
-def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
-    """Connect a worker of several processes to a center, through the first process.
-
-    This is for a worker whose processes `jax.distributed` has joined, such as
-    towers on all hosts of a slice. Each process makes a `Worker` with this center, and
-    calls the same methods of both in the same order with the same values. The arguments
-    of the first process are sent to the center, and its answer or error is passed to
-    all processes, so that all stay identical, bit for bit. In a program with a single
-    process the result is ``connect()``.
+class ProcessesCenter:
+    """A center as a process of a worker uses it: a `Center` for global arrays.
 
     Args:
-      connect: makes the center, such as ``lambda: service.connect(address, rule)``;
-        called in the first process only.
-      rule: the center's rule.
-
-    Returns:
-      A center. Each process may call its ``close`` and `Worker.leave` at any time,
-      because these do not communicate with the other processes.
+      center: the center.
+      layout: the layout of the worker's parameters.
 
     Raises:
-      InvalidTypeError: ``rule`` is not a rule.
-
-    An error of ``connect`` in the first process is raised in all processes.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, agn_optax
-      >>> rule = agn_optax.rules.downpour()
-      >>> center = agn_optax.from_first_process(
-      ...     lambda: agn_optax.LocalCenter(rule), rule
-      ... )
-      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
-      >>> params, state = worker.start(jnp.zeros(3), chief=True)
+      InvalidArgumentError: the center takes whole messages only.
     """
-    check.instance(rule, Rule, "rule must be one of agn_optax.rules")
-    return connect() if jax.process_count() == 1 else _SharedCenter(connect, rule)
 
-
-class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
-    """A center whose answers to the first process are passed to all processes."""
-
-    def __init__(self, connect: Callable[[], Center], rule: Rule) -> None:
-        self.rule = rule
-        self._treedef: Any = None  # structure of the parameters; None until known
-        self._center: Any = _run_in_first(connect)  # None in the other processes
-        self._name = _broadcast_json(repr(self._center))
-
-    def __repr__(self) -> str:
-        """Return a description of the first process's center."""
-        return f"{self._name}, for {jax.process_count()} processes"
+    def __init__(self, center: Center, layout: Layout) -> None:
+        if not getattr(center, "takes_pieces", False):
+            combinations.reject(
+                "a worker of several processes",
+                "a center in this process",
+                f"center {center!r}, processes {list(layout.processes)}",
+            )
+        self.rule = center.rule
+        self._center: Any = center
+        self._layout = layout
+        self._session: Any = None
 
     def join(
         self,
@@ -92,166 +78,284 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
         *,
         timeout: float | None = None,
         resume_token: Any = None,
-    ) -> Any:
-        if params is not None:
-            self._treedef = jax.tree.structure(params)
-        session = _run_in_first(
-            lambda: self._center.join(
-                worker, params, timeout=timeout, resume_token=resume_token
-            )
-        )
-        return SharedSession(session, self)
+    ) -> ProcessesSession:
+        """Join with all processes: see `Center.join`.
 
-    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
-        self._treedef = jax.tree.structure(params)
-        return self.shared(
-            Snapshot,
-            lambda: self._center.initialize(_local_copies(params), worker=worker),
+        Raises:
+          InvalidArgumentError: the processes have different names, parameters or
+            shardings.
+        """
+        limit = self._center.timeout
+        processes = Processes(self._layout.processes, f"join{next(_joins)}")
+        token, group = processes.share(
+            "ids", [resume_token or self._new_token(), uuid.uuid4().hex], limit
+        )
+        share = shares_of(group, params, jax.process_index(), processes.indices)
+        own = {
+            "worker": worker,
+            "model": [str(share.like)[:200], _digest(share.like)],
+            "shardings": _digest([str(s.spec) for s in self._layout.shardings]),
+        }
+        everyone = processes.gather("who", own, limit)
+        for name, value in own.items():
+            if any(other[name] != value for other in everyone):
+                raise errors.InvalidArgumentError(
+                    f"the processes of worker {worker!r} disagree about their {name}: "
+                    f"{[other[name] for other in everyone]}"
+                )
+        session = _in_all(
+            processes,
+            "joined",
+            lambda: self._center.join(
+                worker, Pieces(share, ()), timeout=timeout, resume_token=token
+            ),
+            lambda: limit,
+        )
+        self._session = ProcessesSession(
+            session, self._center, self._layout, share, processes
+        )
+        return self._session
+
+    def _new_token(self) -> Any:
+        """Return the token of a new session, which all processes join."""
+        if isinstance(self._center, ShardedCenter):
+            return [["", uuid.uuid4().hex] for _ in self._center.centers]
+        return ["", uuid.uuid4().hex]
+
+    def initialize(self, params: PyTree, *, worker: str) -> None:
+        """Set the first parameters, in pieces: see `Center.initialize`."""
+        session = self._session
+        # JAX 0.10 cannot list the shards of an array that `device_put` has replicated.
+        pieces = session.pieces_of(self._layout.jit(lambda arrays: arrays)(params))
+        _in_all(
+            session.processes,
+            "initialized",
+            lambda: self._center.initialize(
+                Pieces(session.share, pieces), worker=worker
+            ),
+            lambda: session.limit,
         )
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        return self.shared(Snapshot, lambda: self._center.wait(timeout))
+        """Wait for the first parameters, and pull: see `Center.wait`."""
+        return self._session.pull(timeout)
 
     def pull(self) -> Snapshot:
-        return self.shared(Snapshot, lambda: self._center.pull())
+        """Return the current version as global arrays: see `Center.pull`."""
+        self._center.describe()  # raises if the center is not initialized
+        return self._session.pull(None)
 
-    def close(self) -> None:
-        """Close the center that the first process has opened."""
-        if hasattr(self._center, "close"):
-            self._center.close()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def shared(self, kind: type[Record], ask: Callable[[], Record]) -> Record:
-        """Call a function in the first process; return its record in all processes."""
-        record = _run_in_first(ask)
-        params = record and record.params
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        structure = trees.describe(params).structure
-        plain = record and {**record._asdict(), "params": structure}
-        kinds = [(leaf.dtype.name, leaf.shape) for leaf in leaves]
-        fields, kinds = _broadcast_json([plain, kinds])
-        arrays = map(jnp.asarray, _broadcast_arrays(leaves, kinds))
-        if self._treedef is not None:
-            fields["params"] = self._treedef.unflatten(arrays)
-        else:
-            fields["params"] = description.rebuild(fields["params"], arrays)
-        if isinstance(version := fields["version"], list):
-            fields["version"] = tuple(version)
-        return kind(**fields)
+    def describe(self) -> Snapshot:
+        """Return the current version without its arrays: see `Center.describe`."""
+        return self._center.describe()
 
 
-class SharedSession:
-    """A session of the first process, whose ids all processes have."""
+class ProcessesSession(Session):
+    """A session of all processes, whose contributions and answers are global arrays.
 
-    def __init__(self, session: Session | None, center: _SharedCenter) -> None:
-        self._session: Any = session  # None in the other processes
-        self.center = center
-        ids = session and [session.worker, session.session_id, session.resume_token]
-        self.worker, self.session_id, self.resume_token = _broadcast_json(ids)
+    Args:
+      session: the session of this process, which exchanges lists of pieces.
+      center: its center.
+      layout: the layout of the worker's parameters.
+      share: the regions of this process.
+      processes: the processes.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        center: Any,
+        layout: Layout,
+        share: Share,
+        processes: Processes,
+    ) -> None:
+        self._session = session
+        self.worker, self.session_id = session.worker, session.session_id
+        self._layout, self.share, self.processes = layout, share, processes
+        # The shards of a center must agree about messages that are not finite.
+        self._has_shards = len(getattr(center, "centers", ())) > 1
+        self.limit: float = center.timeout
+        self._attempts = (0, -1)  # number of an exchange, and its last attempt
+        self._calls = itertools.count()
+
+    @property
+    def resume_token(self) -> Any:
+        """The token of this session: see `Session.resume_token`."""
+        return self._session.resume_token
 
     def exchange(self, submission: Submission) -> Answer:
-        """Exchange in the first process, on any thread, without the other processes."""
-        return cast(Answer, self._session.exchange(_local_copies(submission)))
+        """Exchange with all processes: see `Session.exchange`."""
+        own = self.pieces_of(submission.contribution)
+        if self._has_shards:
+            key = f"finite{next(self._calls)}"
+            finite = self.processes.gather(key, bool(is_finite(own)), 2 * self.limit)
+            own = own if all(finite) else not_finite(own)
+        submission = submission._replace(contribution=own)
+
+        def attempt(number: int) -> Answer:
+            self._session.submit(submission._replace(attempt=number))
+            answer = self._session.collect(submission.sequence)
+            assert answer is not None  # there is no timeout
+            return answer
+
+        answer = self._agreed(submission.sequence, attempt)
+        self._session.acknowledge(submission.sequence)
+        return answer._replace(params=self._whole(answer.params))
+
+    def pull(self, timeout: float | None) -> Snapshot:
+        """Return one version of the center in all processes, as global arrays."""
+        snapshot = self._agreed(0, lambda number: self._session.pull(number, timeout))
+        return snapshot._replace(params=self._whole(snapshot.params))
+
+    def is_answered(self, done: bool) -> bool:
+        """Return whether the first process has its answer, in all processes."""
+        key = f"answered{next(self._calls)}"
+        return bool(self.processes.share(key, done, self.limit))
+
+    def submit(self, submission: Submission) -> None:
+        raise NotImplementedError("the processes agree in `exchange`")
+
+    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
+        raise NotImplementedError("the processes agree in `exchange`")
+
+    def acknowledge(self, sequence: int) -> None:
+        """Confirm an answer: see `Session.acknowledge`."""
+        self._session.acknowledge(sequence)
+
+    def disconnect(self) -> None:
+        """Close this process's connection: see `Session.disconnect`."""
+        self._session.disconnect()
 
     def leave(self) -> None:
-        if self._session is not None:
-            self._session.leave()
+        """End the session of all processes: see `Session.leave`."""
+        self._session.leave()
+
+    def _agreed(self, sequence: int, attempt: Callable[[int], Record]) -> Record:
+        """Return what all processes got in one attempt, with the same version."""
+        while True:
+            last_sequence, last = self._attempts
+            number = last + 1 if last_sequence == sequence else 0
+            self._attempts = sequence, number
+            record, versions = self._attempt(sequence, functools.partial(attempt, number))
+            if all(version == versions[0] for version in versions):
+                return record
+
+    def _attempt(
+        self, sequence: int, attempt: Callable[[], Record]
+    ) -> tuple[Record, list[Any]]:
+        """Return what this process got, and the versions that all processes got."""
+        begin, got = time.monotonic(), []
+
+        def once() -> Any:
+            got.append(attempt())
+            return got[0].version
+
+        versions = _all_results(
+            self.processes,
+            f"exchange {sequence}, call {next(self._calls)}",
+            once,
+            # Another process may receive more, or over a slower connection.
+            lambda: self.limit + 4 * (time.monotonic() - begin),
+        )
+        return got[0], versions
+
+    # Between global arrays and pieces.
+
+    def pieces_of(self, tree: PyTree) -> list[PyTree]:
+        """Return this process's own pieces of parameters, or of a contribution."""
+        leaves: list[PyTree] = self._layout.treedef.flatten_up_to(tree)
+        found: dict[tuple[int, Any], PyTree] = {}
+        needed = {region.leaf for region in self.share.owned}
+        for leaf in needed:
+            shape = self._layout.shapes[leaf]
+            indices = self._layout.shardings[leaf].addressable_devices_indices_map(shape)
+            for device, index in indices.items():
+                assert index is not None
+                region = region_of(index, shape, leaf)
+                found.setdefault((leaf, region), _on_device(leaves[leaf], device, shape))
+        return [found[region.leaf, region] for region in self.share.owned]
+
+    def _whole(self, pieces: list[np.ndarray]) -> PyTree:
+        """Return the wanted pieces as global arrays, in the dtypes of the center."""
+        by_region = dict(zip(self.share.wanted, pieces, strict=True))
+        leaves = []
+        for leaf, shape in enumerate(self._layout.shapes):
+            sharding = self._layout.shardings[leaf]
+            indices = sharding.addressable_devices_indices_map(shape)
+            arrays = [
+                jax.device_put(by_region[region_of(index, shape, leaf)], device)
+                for device, index in indices.items()
+                if index is not None
+            ]
+            leaves.append(
+                jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+            )
+        return jax.tree.unflatten(self._layout.treedef, leaves)
 
 
-@dataclasses.dataclass(eq=False)
-class SharedMessage(Message):
-    """A message that the first process sends, and whose answer all processes get."""
+def _on_device(tree: PyTree, device: Any, shape: tuple[int, ...]) -> PyTree:
+    """Return what a device has of an array like a leaf, or of its encoded pieces."""
 
-    session: SharedSession
+    def piece(array: jax.Array) -> Any:
+        (data,) = [s.data for s in array.addressable_shards if s.device == device]
+        # Encoded pieces have a row for each device.
+        return data if array.shape == shape else np.asarray(data)[0]
 
-    def exchange(self) -> Answer:
-        return self.session.center.shared(Answer, self.send_once)
-
-    def send_in_background(self, give_up: float) -> None:
-        if _is_first():
-            super().send_in_background(give_up)
-        else:
-            self.flight = concurrent.futures.Future()  # never done in this process
-
-    def is_answered(self) -> bool:
-        is_done = np.int32(super().is_answered())
-        return bool(multihost_utils.broadcast_one_to_all(is_done))
-
-    def receive(self) -> Answer:
-        return self.session.center.shared(Answer, super().receive)
+    return jax.tree.map(piece, tree)
 
 
-def _is_first() -> bool:
-    return jax.process_index() == 0
-
-
-def _run_in_first(call: Callable[[], Any]) -> Any:
-    """Call a function in the first process; return its result, or None in the others.
-
-    All processes wait for the function, and all raise its error.
-    """
-    future = in_background(call, "agn-optax first process") if _is_first() else None
-    while (failure := _broadcast_json(_outcome(future))) is None:
-        pass
-    if future is not None:
-        return future.result()
-    if not failure:
-        return None
-    name, text = failure
-    if name in errors.__all__:
-        raise getattr(errors, name)(text)
-    raise errors.CenterError(f"the first process of this worker: {name}: {text}")
-
-
-def _outcome(future: Any) -> list[str] | None:
-    """Return the type and text of a future's error, or [] without an error.
-
-    Return None if there is no future, or if it is not done after a pause.
-    """
-    if future is None or not concurrent.futures.wait([future], _PAUSE).done:
-        return None
-    error = future.exception()
-    return [] if error is None else [type(error).__name__, str(error)]
-
-
-def _broadcast_json(value: Any) -> Any:
-    """Broadcast the first process's value, which must be serializable as JSON."""
-    # A norm is an array, which becomes a float.
-    text = np.frombuffer(json.dumps(value, default=float).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    # Round the size up to a power of two, because each size is compiled.
-    buffer = np.zeros(1 << size.bit_length(), np.uint8)
-    if _is_first():
-        buffer[:size] = text
-    return json.loads(multihost_utils.broadcast_one_to_all(buffer).tobytes()[:size])
-
-
-def _broadcast_arrays(
-    leaves: list[np.ndarray], kinds: list[tuple[str, list[int]]]
+def _in_all(
+    processes: Processes,
+    key: str,
+    call: Callable[[], Any],
+    limit: Callable[[], float],
 ) -> Any:
-    """Broadcast the first process's arrays as bits: sums would lose signs of zeros."""
-    if not _is_first():
-        leaves = [np.zeros(shape, jnp.dtype(dtype)) for dtype, shape in kinds]
-    bits = multihost_utils.broadcast_one_to_all([_as_bits(leaf) for leaf in leaves])
-    return [
-        array.view(leaf.dtype).reshape(leaf.shape)
-        for array, leaf in zip(bits, leaves, strict=True)
+    """Call a function in all processes; return its result if it raised in none."""
+    results = []
+    _all_results(processes, key, lambda: results.append(call()), limit)
+    return results[0]
+
+
+def _all_results(
+    processes: Processes,
+    key: str,
+    call: Callable[[], Any],
+    limit: Callable[[], float],
+) -> list[Any]:
+    """Call a function in all processes; return the results of all, or raise in all.
+
+    If the function raises in several processes, an error that ends the exchange comes
+    before a lost connection, after which it is repeated.
+    """
+    failure: BaseException | None = None
+    outcome: dict[str, Any] = {}
+    try:
+        outcome["result"] = call()
+    except errors.AgnOptaxError as error:
+        failure = error
+        outcome["error"] = [type(error).__name__, str(error)]
+    everyone = processes.gather(key, outcome, limit())
+    failed = [
+        (name == "CenterUnreachableError", index, name, text)
+        for index, other in enumerate(everyone)
+        for name, text in [other.get("error", ("", ""))]
+        if name
     ]
+    if not failed:
+        return [_tuples(other["result"]) for other in everyone]
+    _, index, name, text = min(failed)
+    if index == processes.index and failure is not None:
+        raise failure
+    message = f"process {processes.indices[index]} of this worker: {text}"
+    raise getattr(errors, name, errors.CenterError)(message) from failure
 
 
-def _as_bits(leaf: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-    return flat if flat.size % 4 else flat.view(np.uint32)
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _local_copies(tree: PyTree) -> PyTree:
-    """Replace arrays that every process has in full by this process's copies."""
-
-    def local_copy(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return leaf.addressable_data(0)
-        return leaf
-
-    return jax.tree.map(local_copy, tree)
+def _digest(value: Any) -> str:
+    text = str(jax.tree.structure(value)) + json.dumps(
+        [str(leaf) for leaf in jax.tree.leaves(value)]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

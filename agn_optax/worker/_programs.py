@@ -28,6 +28,7 @@ from agn_optax._internal import check, combinations, trees
 from agn_optax.round import LocalState
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
+from agn_optax.worker._layout import Layout
 
 PyTree = Any
 
@@ -50,6 +51,7 @@ def programs(
     inner: optax.GradientTransformation,
     delay: int = 0,
     mixing: float = 0.0,
+    layout: Layout | None = None,
 ) -> SimpleNamespace:
     """Return the programs of all workers with these settings.
 
@@ -60,10 +62,15 @@ def programs(
       inner: the inner optimizer.
       delay: local steps before an answer is adopted; 0 adopts it when it arrives.
       mixing: share of the worker's own parameters that stays.
+      layout: layout of sharded parameters; None if each is on one device.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer.
+      InvalidArgumentError: the codec cannot be used with the layout.
     """
+    jit: Callable[..., Any] = jax.jit
+    if layout is not None:
+        jit, rule = layout.jit, layout.rule(rule)
     inner = check.optimizer(inner, "inner")
     # Only a penalty reads the anchor at every step, so the state keeps a copy of it.
     # For contributions the worker keeps the last snapshot, which needs no copy.
@@ -158,17 +165,17 @@ def programs(
         keeps_sent=keeps_sent,
         # True if contributions need an anchor that the state does not keep.
         holds_anchor=rule.needs_anchor and not keep_anchor,
-        start=jax.jit(start),
-        contribute=jax.jit(contribute),
-        adopt=jax.jit(adopt, donate_argnums=(0, 1)),
-        reset=jax.jit(reset, donate_argnums=(0, 1), static_argnames="residual"),
+        start=jit(start),
+        contribute=jit(contribute),
+        adopt=jit(adopt, donate_argnums=(0, 1)),
+        reset=jit(reset, donate_argnums=(0, 1), static_argnames="residual"),
         # None if the codec keeps no residual.
-        restore_residual=jax.jit(restore_residual, donate_argnums=0)
+        restore_residual=jit(restore_residual, donate_argnums=0)
         if rounds.has_residual(rule)
         else None,
-        send=jax.jit(send, donate_argnums=(0, 2)),
-        continue_without_answer=jax.jit(continue_without_answer, donate_argnums=1),
-        receive=jax.jit(receive, donate_argnums=(0, 1)),
+        send=jit(send, donate_argnums=(0, 2)),
+        continue_without_answer=jit(continue_without_answer, donate_argnums=1),
+        receive=jit(receive, donate_argnums=(0, 1)),
     )
 
 

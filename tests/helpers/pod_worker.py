@@ -14,11 +14,11 @@ import zlib
 import jax
 import numpy as np
 import optax
-import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import agn_optax
 from agn_optax import errors, service
-from helpers import problem, tuning
+from helpers import problem
 
 RULES = {
     "agn": agn_optax.rules.agn(optax.adam(0.05)),
@@ -57,7 +57,9 @@ class Loop:
         self.steps = 0
 
     def start(self, **how):
-        self.loop = self.towers.replicate(self.worker.start(problem.params(), **how))
+        everywhere = NamedSharding(self.towers.mesh, PartitionSpec())
+        params = jax.device_put(problem.params(), everywhere)
+        self.loop = self.towers.replicate(self.worker.start(params, **how))
 
     def step(self):
         batch = batch_of(self.rank, self.steps, *self.part)
@@ -98,12 +100,9 @@ def main():
     jax.distributed.initialize(
         **env.distributed, heartbeat_timeout_seconds=int(sys.argv[3])
     )
-    center = agn_optax.from_first_process(
-        lambda: service.connect(env.address, rule, timeout=20.0), rule
-    )
+    center = service.connect(env.address, rule, timeout=20.0)
     part = jax.process_index(), jax.process_count()
     assert is_rejected("1")  # the job would have processes of several workers
-    tuning.set_broadcast_pause(pytest.MonkeyPatch(), 0.05)
     with contextlib.closing(center):
         loop = Loop(
             center,

@@ -15,7 +15,6 @@ from agn_optax.service.client import _client, _session
 from agn_optax.service.security import _call_limits
 from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
-from agn_optax.worker import _processes
 from helpers import sessions
 from helpers.waiting import wait_until
 
@@ -95,11 +94,6 @@ def set_farewell_patience(monkeypatch, seconds):
 def set_chief_warnings(monkeypatch, seconds):
     """Set the pause between two warnings of a missing chief."""
     monkeypatch.setattr(_client, "_WARNING_INTERVAL", seconds)
-
-
-def set_broadcast_pause(monkeypatch, seconds):
-    """Set the pause between broadcasts of a worker of several processes that waits."""
-    monkeypatch.setattr(_processes, "_PAUSE", seconds)
 
 
 def set_journal_sync(monkeypatch, act):

@@ -41,10 +41,10 @@ def lose_an_answer(center, *, after, dies):
     remote = sessions.remote(center)
     receive = remote.answer_in
 
-    def lost(snapshot, link, submission):
+    def lost(snapshot, link, sequence, schema):
         remote.answer_in = receive
         if after:
-            receive(snapshot, link, submission)
+            receive(snapshot, link, sequence, schema)
         if dies:
             sessions.connection(center).stop()  # no retries
         link.cancel()

@@ -246,6 +246,7 @@ class Keeper:
         about = {
             "ledger": ledger,
             "messages": [plain(submission) for submission in submissions],
+            "decoded": [isinstance(s.contribution, rounds.Decoded) for s in submissions],
             "staleness": staleness,
             "weights": weights,
             "workers": workers,
@@ -372,7 +373,10 @@ def _apply_record(record: Record, store: Store) -> None:
     """Apply the messages of a record as they were applied before."""
     about = record.about
     if messages := about["messages"]:
-        like = [store.contribution_like] * len(messages)
+        like = [
+            rounds.Decoded(store.like) if is_decoded else store.contribution_like
+            for is_decoded in about["decoded"]
+        ]
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
         submissions = [
             Submission(contribution=store.place(contribution), **fields)

@@ -17,7 +17,7 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import check, keep_running
-from agn_optax.center import ShardedCenter, Snapshot
+from agn_optax.center import Pieces, ShardedCenter, Snapshot
 from agn_optax.round import Fragments
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _published
@@ -28,6 +28,7 @@ from agn_optax.service.security import _tls, _token
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.transports import transports_named
 from agn_optax.service.transports._connection import Connection
+from agn_optax.service.wire import _trees
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -194,14 +195,23 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         resume_token: Any = None,
     ) -> RemoteSession:
         """Register a worker: see `Center.join`."""
-        if params is not None:
+        share = None
+        if isinstance(params, Pieces):
+            share = params.share
+            self._remote.check_model(share.like, worker)
+        elif params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
         for previous in list(self._sessions.values()):
             if previous.worker == worker:
                 previous.leave()  # this process no longer uses it
         session = RemoteSession(
-            self._remote, worker, self._like, resume_token, on_left=self._sessions.pop
+            self._remote,
+            worker,
+            self._like,
+            resume_token,
+            share=share,
+            on_left=self._sessions.pop,
         )
         self._sessions[session.session_id] = session
         try:
@@ -211,14 +221,14 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
             raise
         return session
 
-    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+    def initialize(self, params: PyTree, *, worker: str) -> None:
         """Give the center its first parameters: see `Center.initialize`."""
-        check.float_leaves(params, "params")
+        like = params.share.like if isinstance(params, Pieces) else params
+        check.float_leaves(like, "params")
         if self._remote.schemas is not None:
-            self._remote.check_model(params, worker)
-        self._like = jax.tree.map(lambda _: 0, params)
+            self._remote.check_model(like, worker)
+        self._like = jax.tree.map(lambda _: 0, like)
         self._remote.initialize(params, worker)
-        return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
@@ -240,7 +250,24 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         """Return the current version of the center: see `Center.pull`."""
         return self._pull(0.0)
 
+    def describe(self) -> Snapshot:
+        """Return the current version without its arrays: see `Center.describe`."""
+        version = self._remote.describe().version
+        schema = self._remote.known_schemas().center
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
+        return Snapshot(_trees.build(schema, leaves, self._like), version)
+
     # Methods that `Center` does not have.
+
+    @property
+    def takes_pieces(self) -> bool:
+        """True: the processes of a worker may each exchange their own pieces."""
+        return True
+
+    @property
+    def timeout(self) -> float:
+        """The timeout of the connection, in seconds."""
+        return self._connection.timeout
 
     def status(self) -> dict[str, Any]:
         """Return the center's status, as ``agn-optax status --json`` prints it."""

@@ -11,16 +11,23 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import Submission
+from agn_optax.center import Pieces, Submission
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import GrpcLink, Link, Target, Transport
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.wire import _buffers, _fingerprint, _submission, _trees
+from agn_optax.service.wire import (
+    _buffers,
+    _fingerprint,
+    _pieces,
+    _submission,
+    _trees,
+)
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import Frame, bytes_schema
 from agn_optax.service.wire._schema import Schema
+from agn_optax.service.wire._trees import WireSchemas
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -46,7 +53,7 @@ class Remote:
     ) -> None:
         self.connection = connection
         self.rule = rule
-        self.schemas: _trees.WireSchemas | None = None
+        self.schemas: WireSchemas | None = None
         self.description: pb.Description
         self._buffers, self._wide_buffers = Buffers(), Buffers()
         self._transports = transports
@@ -66,7 +73,7 @@ class Remote:
         self._set_description(self.connection.retry(self.connection.describe))
         return self.description
 
-    def known_schemas(self) -> _trees.WireSchemas:
+    def known_schemas(self) -> WireSchemas:
         """Return the wire formats of the center's tree, messages and answers.
 
         Raises:
@@ -114,19 +121,20 @@ class Remote:
 
     # Messages and answers.
 
-    def frame(self, submission: Submission, worker: str) -> Frame:
+    def frame(
+        self, submission: Submission, worker: str, schemas: WireSchemas
+    ) -> Frame:
         """Return the frame of a submission; the session sends copies of the frame.
 
         Args:
           submission: the submission, as `Submission.checked` returned it.
           worker: the worker's name, for error messages.
+          schemas: the schemas of the worker's messages and answers.
 
         Raises:
           TreeMismatchError: the contribution does not match the center's tree.
-          NotInitializedError: the center is not initialized.
         """
         contribution = submission.contribution
-        schemas = self.known_schemas()
         leaves, treedef = jax.tree.flatten(contribution)
         signature = (treedef, *map(_abstract, leaves))
         if (dtype := self._checked_dtypes.get(signature)) is None:
@@ -139,7 +147,7 @@ class Remote:
             self._checked_dtypes = {signature: dtype}
         schema = schemas.message.cast(dtype)
         message = _submission.message_of(
-            submission, schema_hash=schema.hash, dtype=dtype
+            submission, schema_hash=schema.hash, dtype=dtype, attempt=submission.attempt
         )
         arrays = _trees.host_arrays(contribution, schema)
         wanted = schemas.answer.size
@@ -179,7 +187,7 @@ class Remote:
             )
 
     def answer_in(
-        self, header: pb.Header, link: Link, sequence: int
+        self, header: pb.Header, link: Link, sequence: int, schema: Schema
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """Return the metadata and the arrays of the received answer to an exchange."""
         received = header.snapshot.sequence
@@ -187,26 +195,32 @@ class Remote:
             raise errors.ProtocolError(
                 f"expected an answer to exchange {sequence}, got one to {received}"
             )
-        return _version_in(header, link, self.known_schemas().answer, self.address)
+        return _version_in(header, link, schema, self.address)
 
-    def in_center_dtype(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    def in_center_dtype(
+        self, arrays: list[np.ndarray], schemas: WireSchemas
+    ) -> list[np.ndarray]:
         """Cast arrays that were sent in a narrower dtype to that of the center."""
-        schema, answer = self.known_schemas().center, self.known_schemas().answer
+        schema, answer = schemas.center, schemas.answer
         if answer is schema or jax.default_backend() != "cpu":  # then `as_tree` casts
             return arrays
         buffer = self._wide_buffers.take(schema.size)
         _buffers.write(schema, arrays, buffer)
         return schema.views(buffer)
 
-    def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
-        """Return leaves as a tree with the containers of ``like``."""
-        schema = self.known_schemas().center
-        for dtype in schema.dtypes:
+    def check_dtypes(self) -> None:
+        """Raise unless JAX can represent all dtypes of the center."""
+        for dtype in self.known_schemas().center.dtypes:
             if not _trees.is_representable(dtype):
                 raise errors.TreeMismatchError(
                     f"the center at {self.address} sends {dtype}, which needs "
                     "jax.config.update('jax_enable_x64', True) here"
                 )
+
+    def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
+        """Return leaves as a tree with the containers of ``like``."""
+        self.check_dtypes()
+        schema = self.known_schemas().center
         tree = _trees.build(schema, leaves, like)
         # Casting on an accelerator, and not before, moves fewer bytes to it.
         return _trees.cast(tree, schema)
@@ -217,33 +231,43 @@ class Remote:
         """Pull the current version of the center, in one attempt."""
         return pull(self.connection, lambda: self.known_schemas().center, wait)
 
-    def initialize(self, params: PyTree, worker: str) -> None:
-        """Give the center its first parameters."""
-        schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
+    def initialize(self, params: PyTree | Pieces, worker: str) -> None:
+        """Give the center its first parameters, or a process's pieces of them."""
+        if isinstance(params, Pieces):
+            schema, share = _trees.schema_of(params.share.like), params.share
+            share_bytes = _pieces.to_bytes(share)
+            sent = _pieces.piece_schemas(
+                self.rule, schema, _pieces.in_schema_order(share)
+            ).owned
+            arrays = _trees.host_arrays([*params.arrays])
+        else:
+            schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
+            share_bytes, sent = np.empty(0, np.uint8), schema
         leaves = _trees.to_bytes(schema)
         start = pb.Start(
             protocol=_address.PROTOCOL,
             worker=worker,
             schema_hash=schema.cast(self.description.dtype).hash,
             schema_size=len(leaves),
+            share_size=share_bytes.size,
         )
 
         def attempt() -> None:
             link = GrpcLink(self.connection, "Initialize", Buffers())
             with self.connection.watching(link):
-                described = [np.frombuffer(leaves, np.uint8)]
-                link.send(
-                    Frame(pb.Header(start=start), bytes_schema(len(leaves)), described)
-                )
+                described = [np.frombuffer(leaves + share_bytes.tobytes(), np.uint8)]
+                schema_of_bytes = bytes_schema(described[0].size)
+                link.send(Frame(pb.Header(start=start), schema_of_bytes, described))
                 first = pb.Header(parameters=pb.Parameters())
-                link.send(Frame(first, schema, arrays))
+                link.send(Frame(first, sent, arrays))
                 link.end()
 
         try:
             self.connection.retry(attempt)
         except errors.TreeMismatchError:
             self.describe()
-            self.check_model(params, worker)  # says what differs
+            like = params.share.like if isinstance(params, Pieces) else params
+            self.check_model(like, worker)  # says what differs
             raise
         self.describe()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center import Answer, Session, Submission
+from agn_optax.center import Answer, Session, Share, Snapshot, Submission
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
@@ -23,9 +23,10 @@ from agn_optax.service.transports._connection import (
     FIRST_RESPONSE_TIMEOUT,
     SHORT_TIMEOUT,
 )
-from agn_optax.service.wire._frames import Frame
+from agn_optax.service.wire import _pieces
+from agn_optax.service.wire._frames import Frame, bytes_schema
 from agn_optax.service.wire._submission import answer_of
-from agn_optax.service.wire._trees import to_device
+from agn_optax.service.wire._trees import WireSchemas, to_device
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -48,6 +49,9 @@ class RemoteSession(Session):
       like: a tree with the worker's containers; None for those of the center.
       resume_token: `Session.resume_token` of a session to resume from another process;
         None begins a new session.
+      share: what this process has of a worker of several processes. Contributions and
+        answers are then lists of its pieces, the latter in host memory. None for a
+        worker of one process.
       on_left: called with the session id and None once the worker has left; must drop
         the session, which may hold a contribution.
     """
@@ -59,6 +63,7 @@ class RemoteSession(Session):
         like: PyTree,
         resume_token: Any = None,
         *,
+        share: Share | None = None,
         on_left: Callable[[str, None], object] = lambda session_id, none: None,
     ) -> None:
         self.worker = worker
@@ -69,6 +74,9 @@ class RemoteSession(Session):
         self._like = like
         self._lock = threading.Lock()
         self._link: Link | None = None
+        self._share = share
+        self._piece_schemas: WireSchemas | None = None
+        self._missing_since = math.inf  # time since which other processes are missing
         # The number of the exchange in flight, and its frame.
         self._in_flight: tuple[int, Frame] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
@@ -105,9 +113,13 @@ class RemoteSession(Session):
             previous = self._in_flight
             if previous is None or previous[0] != submission.sequence:
                 self._sent_over = None
+            elif submission.attempt and self._sent_over is not None:
+                # The answer to the attempt before must not be taken for this one's.
+                self._sent_over.cancel()
+                self._sent_over = None
             # A repeated exchange whose answer is still expected over the same link is
             # not sent again, because it would be answered twice.
-            frame = self._remote.frame(submission, self.worker)
+            frame = self._remote.frame(submission, self.worker, self._schemas())
             self._in_flight = submission.sequence, frame
             self._remote.connection.retry(self._send, within=SHORT_TIMEOUT)
 
@@ -129,9 +141,52 @@ class RemoteSession(Session):
             if answer is None:
                 return None
             snapshot, arrays = answer
-            leaves = to_device(self._remote.in_center_dtype(arrays))
-            params = self._remote.as_tree(leaves, self._like)
-            return answer_of(snapshot, params, sum(array.nbytes for array in arrays))
+            received = sum(array.nbytes for array in arrays)
+            if self._share is not None:
+                self._remote.check_dtypes()
+                return answer_of(snapshot, arrays, received)
+            wide = self._remote.in_center_dtype(arrays, self._schemas())
+            params = self._remote.as_tree(to_device(wide), self._like)
+            return answer_of(snapshot, params, received)
+
+    def pull(self, attempt: int, timeout: float | None = None) -> Snapshot:
+        """Return this process's pieces of a version that all processes get.
+
+        Args:
+          attempt: see `Submission`.
+          timeout: seconds to wait for the first parameters; None for no limit.
+
+        Raises:
+          NotInitializedError: the center has no parameters in time.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        message = pb.Message(attempt=attempt)
+        with self._lock:
+            self._in_flight = 0, Frame(pb.Header(message=message))
+            self._sent_over = None
+            answer = self._remote.connection.retry(
+                lambda: self._receive(until), within=SHORT_TIMEOUT
+            )
+        if answer is None:
+            raise errors.NotInitializedError(
+                f"no chief has initialized the center at {self._remote.address} within "
+                f"{timeout} s; one worker must call start(params, chief=True)"
+            )
+        self._remote.check_dtypes()
+        return Snapshot(answer[1], answer[0].version)
+
+    def _schemas(self) -> WireSchemas:
+        """Return the schemas of this worker's messages and answers."""
+        if self._share is None:
+            return self._remote.known_schemas()
+        if self._piece_schemas is None:
+            center = self._remote.known_schemas().center
+            self._remote.check_model(self._share.like, self.worker)
+            share = _pieces.in_schema_order(self._share)
+            self._piece_schemas = _pieces.piece_schemas(
+                self._remote.rule, center, share
+            ).schemas
+        return self._piece_schemas
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge an answer: see `Session.acknowledge`.
@@ -184,16 +239,23 @@ class RemoteSession(Session):
             session_id=self.session_id,
             center=self._center_id,
         )
+        frame = Frame(pb.Header(join=join))
+        if self._share is not None:
+            share = _pieces.to_bytes(self._share)
+            join.share_size = share.size
+            frame = Frame(pb.Header(join=join), bytes_schema(share.size), [share])
         with self._watching(link, until, FIRST_RESPONSE_TIMEOUT):
-            link.send(Frame(pb.Header(join=join)))
-            if (header := link.read_header()).HasField("waiting"):
-                _log.warning(
-                    "worker %r waits at the center at %s until enough workers for its "
-                    "barrier have joined",
-                    self.worker,
-                    remote.address,
-                )
+            link.send(frame)
+            header, is_told = link.read_header(), False
             while header.HasField("waiting"):
+                if not (self._is_missing(header.waiting) or is_told):
+                    is_told = True
+                    _log.warning(
+                        "worker %r waits at the center at %s until enough workers for "
+                        "its barrier have joined",
+                        self.worker,
+                        remote.address,
+                    )
                 header = link.read_header()
         self._center_id = header.joined.center
         return link
@@ -219,10 +281,32 @@ class RemoteSession(Session):
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
             while (header := link.read_header()).HasField("waiting"):
+                self._is_missing(header.waiting)
                 if time.monotonic() >= until:
                     self._sent_over = link  # the answer is still expected
                     return None
-            return self._remote.answer_in(header, link, sequence)
+            schema = self._schemas().answer
+            return self._remote.answer_in(header, link, sequence, schema)
+
+    def _is_missing(self, waiting: pb.Waiting) -> bool:
+        """Return whether the center waits for other processes of this worker.
+
+        Raises:
+          CenterError: it has waited for longer than the timeout of the connection.
+        """
+        now, timeout = time.monotonic(), self._remote.connection.timeout
+        if not waiting.missing:
+            self._missing_since = math.inf
+            return False
+        self._missing_since = min(self._missing_since, now)
+        if now - self._missing_since >= timeout:
+            self._missing_since = math.inf
+            raise errors.CenterError(
+                f"processes {list(waiting.missing)} of worker {self.worker!r} have not "
+                f"joined, or not sent their pieces, within {timeout:g} s: all processes "
+                "of a worker must make the same calls of start, exchange and flush"
+            )
+        return True
 
     @contextlib.contextmanager
     def _watching(

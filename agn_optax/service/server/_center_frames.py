@@ -19,6 +19,8 @@ from agn_optax.center import (
     Snapshot,
     Version,
 )
+from agn_optax.round import steps as rounds
+from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._frames import Frame
@@ -76,7 +78,11 @@ class CenterFrames:
         return store.packing is not None and _trees.has_schema_order(store.like)
 
     def message_schema(self, message: pb.Message) -> Schema:
-        """Return the schema of a message's contribution.
+        """Return the schema of a message's contribution: see `checked_schema`."""
+        return self.checked_schema(message, self.schemas.message)
+
+    def checked_schema(self, message: pb.Message, expected: Schema) -> Schema:
+        """Return the schema of a message, whose expected schema is given.
 
         Raises:
           InvalidArgumentError: JAX does not support its dtype with these settings.
@@ -87,7 +93,7 @@ class CenterFrames:
                 f"a message in {message.dtype} needs JAX_ENABLE_X64=1 in this center's "
                 "environment"
             )
-        schema = self.schemas.message.cast(message.dtype)
+        schema = expected.cast(message.dtype)
         if message.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
                 "the message does not match the center's tree; the worker must ask for "
@@ -101,6 +107,39 @@ class CenterFrames:
             return Packed(*schema.packed.views(buffer))
         like = self._core.store.contribution_like
         return _trees.build(schema, schema.views(buffer), like)
+
+    # Of workers of several processes.
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of the center."""
+        return self._core.rule
+
+    @functools.cached_property
+    def sends_elements(self) -> bool:
+        """True if pieces of a contribution can be put together as they are sent."""
+        center, sent = self.schemas.center, self.schemas.message
+        shapes = [[leaf.shape for leaf in schema.leaves] for schema in (center, sent)]
+        return self.rule.codec.reads == "element" and shapes[0] == shapes[1]
+
+    def assembled_schema(self, pieces: PyTree) -> Schema:
+        """Return the schema of a whole contribution, from some of its pieces."""
+        if not self.sends_elements:
+            return self.schemas.center
+        names = {piece.dtype.name for piece in pieces}
+        narrow = names - self.schemas.message.dtypes
+        return self.schemas.message.cast(narrow.pop() if len(names) == 1 and narrow else "")
+
+    def assembled(self, schema: Schema, buffer: np.ndarray) -> PyTree:
+        """Return a buffer in which pieces were put together as a contribution."""
+        if self.sends_elements:
+            return self.contribution(schema, buffer)
+        like = self._core.store.like
+        return rounds.Decoded(_trees.build(schema, schema.views(buffer), like))
+
+    def host_leaves(self, version: Version) -> list[np.ndarray]:
+        """Return the leaves of a version in host memory, in the order of the schema."""
+        return _trees.host_arrays(self._core.store.unplace(version.params))
 
     def copy_over_message(
         self,
@@ -126,7 +165,7 @@ class CenterFrames:
             _buffers.write(flat, _trees.host_arrays(version.params, flat), buffer)
         return session.replace(kept, Packed(*flat.views(buffer)))
 
-    def answer(self, version: Version, answer: Answer) -> Frame:
+    def answer_frame(self, version: Version, answer: Answer) -> Frame:
         """Return the frame with an answer to a message."""
         return self._frame(version, answer, self.schemas.answer)
 

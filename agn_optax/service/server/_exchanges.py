@@ -8,10 +8,12 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 
+from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax.center import Core, KeptAnswer, LocalSession
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import WAITING_INTERVAL
+from agn_optax.service.server._assembly import Part
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._status import Traffic, WorkerTraffic
 from agn_optax.service.wire._frames import Frame, FrameReader
@@ -60,7 +62,7 @@ class Exchanges:
 
     def run(
         self,
-        session: LocalSession,
+        session: LocalSession | Part,
         message: pb.Message,
         reader: FrameReader,
         on_event: Callable[..., object],
@@ -68,22 +70,30 @@ class Exchanges:
         """Receive and apply a message, and yield its answer.
 
         Args:
-          session: the worker's session.
+          session: the worker's session, or the part of one of its processes.
           message: the message without its buffer.
           reader: reader of the buffer.
           on_event: reports an exchange to the monitor.
         """
         traffic = self._traffic.get(session.worker)
+        part = session if isinstance(session, Part) else None
         with self.counting("running"), ExitStack() as stack:
-            kept = yield from self._apply(session, message, reader, stack, traffic)
+            if part is None:
+                kept = yield from self._apply(session, message, reader, stack, traffic)
+            else:
+                kept = yield from _of_part(
+                    part, self._apply(part, message, reader, stack, traffic), message
+                )
             answer = kept.answer
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=traffic.norm)
             worker, session_id = session.worker, session.session_id
-            on_event("exchange", worker, session_id, answer)
+            if part is None or (part.is_first and message.sequence):
+                on_event("exchange", worker, session_id, answer)
+            frames = self._frames if part is None else part
             with self._core.reading(kept.version) as version:
-                frame = self._frames.answer(version, answer)
+                frame = frames.answer_frame(version, answer)
                 if kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
                     # without it cannot be used, so the rest may be sent before.
@@ -94,7 +104,7 @@ class Exchanges:
 
     def _apply(
         self,
-        session: LocalSession,
+        session: LocalSession | Part,
         message: pb.Message,
         reader: FrameReader,
         stack: ExitStack,
@@ -107,20 +117,25 @@ class Exchanges:
         Yields:
           Waiting frames, until the answer is known.
         """
-        schema = self._frames.message_schema(message)
+        frames = session if isinstance(session, Part) else self._frames
+        schema = frames.message_schema(message)
         buffer = reader.read_buffer(schema, "a message")
         stack.enter_context(self.counting("answering"))
         self._traffic.count(traffic, received=schema.size)
-        submission = submission_of(message, self._frames.contribution(schema, buffer))
-        traffic.period = submission.steps
-        traffic.reported = dict(submission.reported or {})  # all, in each message
+        submission = submission_of(message, frames.contribution(schema, buffer))
+        part = session if isinstance(session, Part) else None
+        if part is None or (part.is_first and message.sequence):
+            traffic.period = submission.steps
+            traffic.reported = dict(submission.reported or {})  # all, in each message
         submit = functools.partial(session.submit, submission)
-        if schema.hash not in self._compiled:  # compilation may take minutes
+        # Compilation may take minutes. The last of several processes compiles.
+        if isinstance(session, Part) or schema.hash not in self._compiled:
             submitted = in_background(submit, "agn-optax first exchange")
             while wait([submitted], WAITING_INTERVAL).not_done:
                 yield WAITING
             submitted.result()
-            self._compiled.add(schema.hash)
+            if part is None:
+                self._compiled.add(schema.hash)
         elif self._frames.is_flat and schema.size >= _MIN_COPIED:
             while not self._applying.acquire(timeout=WAITING_INTERVAL):
                 yield WAITING
@@ -134,7 +149,7 @@ class Exchanges:
         else:
             submit()
         while (kept := session.answer(message.sequence, WAITING_INTERVAL)) is None:
-            yield WAITING
+            yield WAITING if part is None else waiting_for(part.missing())
         return kept
 
     @contextmanager
@@ -148,3 +163,20 @@ class Exchanges:
             with self._changed:
                 setattr(self, name, getattr(self, name) - 1)
                 self._changed.notify_all()
+
+
+def waiting_for(processes: list[int]) -> Frame:
+    """Return the frame for a process that waits for others of its worker."""
+    return Frame(pb.Header(waiting=pb.Waiting(missing=processes)))
+
+
+def _of_part(
+    part: Part, applying: Generator[Frame, None, KeptAnswer], message: pb.Message
+) -> Generator[Frame, None, KeptAnswer]:
+    """Receive and apply one process's part of a message; its errors are all's."""
+    part.begin(message)
+    try:
+        return (yield from applying)
+    except errors.AgnOptaxError as error:
+        part.fail(error)
+        raise

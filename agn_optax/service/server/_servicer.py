@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,17 +13,23 @@ from typing import Any, TypeVar
 from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax._version import __version__
-from agn_optax.center import Core, release_arguments
+from agn_optax.center import Core, LocalSession, release_arguments
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service.security._access import Authenticator, Caller
 from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._rate_limits import MAX_WAIT
 from agn_optax.service.server._center_frames import CenterFrames
-from agn_optax.service.server._exchanges import WAITING, Exchanges
+from agn_optax.service.server._assembly import (
+    Assembly,
+    FirstParameters,
+    Part,
+    check_regions,
+)
+from agn_optax.service.server._exchanges import WAITING, Exchanges, waiting_for
 from agn_optax.service.server._settings import Limits
 from agn_optax.service.server._status import WorkerTraffic
-from agn_optax.service.wire import _trees
+from agn_optax.service.wire import _pieces, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._fingerprint import fingerprint
 from agn_optax.service.wire._frames import (
@@ -92,6 +99,9 @@ class Servicer:
             limits.lease, _MISSED_HEARTBEATS * self._heartbeat
         )
         self.buffers = Buffers()
+        self._joining = threading.Lock()
+        self._assemblies: dict[str, Assembly] = {}  # by worker
+        self._first_parameters: FirstParameters | None = None
         self.stop: Callable[[], object] = do_nothing
         self.on_event: Callable[..., object] = _ignore_event
         self.offers: list[pb.Offer] = []
@@ -139,6 +149,7 @@ class Servicer:
             mode=repr(self.core.ledger.mode),
             dtype=self._dtype,
             barrier=self.core.ledger.barrier,
+            version=None if schema is None else self.core.store.current.number,
             offers=[
                 pb.Offer(transport=offer.transport, address=offer.address, key=key)
                 for offer in self.offers
@@ -166,7 +177,8 @@ class Servicer:
                 version = self._initialized_version(start)
                 if version is None:
                     params = self._read_parameters(start, reader, context)
-                    version = self.core.initialize(params, worker=start.worker)
+                    if params is not None:  # else pieces of it are still missing
+                        version = self.core.initialize(params, worker=start.worker)
         return pb.Initialized(version=version)
 
     def _initialized_version(self, start: pb.Start) -> int | None:
@@ -193,12 +205,16 @@ class Servicer:
     def _read_parameters(
         self, start: pb.Start, reader: FrameReader, context: Any
     ) -> PyTree:
-        """Receive a chief's schema and parameters."""
-        size = start.schema_size
+        """Receive a chief's schema and parameters.
+
+        Return None if it is one of several processes, and pieces of others are missing.
+        """
+        size, share_size = start.schema_size, start.share_size
         if size > _trees.MAX_SCHEMA:
             raise errors.ProtocolError(_trees.exceeded_limit(0, size, ""))
-        schema_bytes = reader.read_buffer(bytes_schema(size), "a schema")
-        schema = _trees.from_bytes(schema_bytes.tobytes())
+        _check_share_size(share_size)
+        described = reader.read_buffer(bytes_schema(size + share_size), "a schema")
+        schema = _trees.from_bytes(described[:size].tobytes())
         for leaf in schema.leaves:
             if not _trees.is_representable(leaf.dtype):
                 raise errors.TreeMismatchError(
@@ -209,8 +225,21 @@ class Servicer:
             header = _read_header(reader)
         if not header.HasField("parameters"):
             raise errors.ProtocolError("expected parameters, got another frame")
-        buffer = reader.read_buffer(schema, "the parameters")
-        return _trees.build(schema, schema.views(buffer))
+        if not share_size:
+            buffer = reader.read_buffer(schema, "the parameters")
+            return _trees.build(schema, schema.views(buffer))
+        share = _pieces.from_bytes(described[size:].tobytes())
+        check_regions(share, schema)
+        pieces = _pieces.piece_schemas(self.core.rule, schema, share).owned
+        buffer = reader.read_buffer(pieces, "pieces of the parameters")
+        first = self._first_parameters
+        if first is None or first.group != share.group:
+            first = FirstParameters(share.group, schema, self.buffers)
+            self._first_parameters = first
+        params = first.add(share, pieces.views(buffer))
+        if params is not None:
+            self._first_parameters = None
+        return params
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Frame]:
         """Send the current version of the center."""
@@ -274,13 +303,17 @@ class Servicer:
             )
         if not context.is_active():
             return  # the worker may already have reconnected in another call
-        session = self.core.join(
-            join.worker,
-            join.session_id,
-            resume=bool(join.center),
-            heartbeat_timeout=self._heartbeat_timeout,
-            close_connection=context.cancel,
-        )
+        session: LocalSession | Part
+        if not join.share_size:
+            session = self.core.join(
+                join.worker,
+                join.session_id,
+                resume=bool(join.center),
+                heartbeat_timeout=self._heartbeat_timeout,
+                close_connection=context.cancel,
+            )
+        else:
+            session = self._join_part(join, reader, context)
         self._traffic.get(join.worker).transport = transport
         # gRPC calls it on one of its threads, which applying messages must not block.
         disconnect = functools.partial(
@@ -289,6 +322,10 @@ class Servicer:
         if not context.add_callback(disconnect):
             session.disconnect()
             return
+        while isinstance(session, Part) and (
+            missing := session.wait_for_processes(WAITING_INTERVAL)
+        ):
+            yield waiting_for(missing)
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield WAITING
         joined = pb.Joined(center=self.core.center_id)
@@ -305,6 +342,29 @@ class Servicer:
             yield from self.exchanges.run(
                 session, header.message, reader, self.on_event
             )
+
+    def _join_part(self, join: pb.Join, reader: FrameReader, context: Any) -> Part:
+        """Let one of several processes of a worker join."""
+        _check_share_size(join.share_size)
+        received = reader.read_buffer(bytes_schema(join.share_size), "a share")
+        share = _pieces.from_bytes(received.tobytes())
+        worker, session_id = join.worker, join.session_id
+        with self._joining:
+            kept = {k: a for k, a in self._assemblies.items() if not a.is_closed}
+            assembly = kept.get(worker)
+            ids = assembly and (assembly.session_id, assembly.group)
+            if assembly is None or ids != (session_id, share.group):
+                assembly = Assembly(
+                    self.core, self._frames, self.buffers, worker, session_id, share
+                )
+            part = assembly.join(
+                share,
+                context.cancel,
+                resume=bool(join.center),
+                heartbeat_timeout=self._heartbeat_timeout,
+            )
+            self._assemblies = {**kept, worker: assembly}
+        return part
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Record the heartbeats of workers."""
@@ -375,6 +435,14 @@ def _check_name(name: str, least: int = 1) -> None:
         raise errors.ProtocolError(
             f"a worker's name and its session id must have {least} to {_MAX_NAME} "
             f"bytes, got {len(name.encode())}: {name[:40]!r}"
+        )
+
+
+def _check_share_size(size: int) -> None:
+    """Check the size of a share before memory is allocated for it."""
+    if size > _pieces.MAX_SHARE:
+        raise errors.ProtocolError(
+            f"a share has at most {_pieces.MAX_SHARE} bytes, got {size}"
         )
 
 

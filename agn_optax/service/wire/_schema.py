@@ -120,6 +120,13 @@ class Schema(Description):
             for shape, dtype, offset in self._views
         ]
 
+    def clear_gaps(self, buffer: np.ndarray) -> None:
+        """Set the bytes of a buffer between its leaves to zero."""
+        end = 0
+        for leaf, offset in zip(self.leaves, self.offsets, strict=True):
+            buffer[end:offset] = 0
+            end = offset + leaf.nbytes
+
     @functools.cached_property
     def packed(self) -> Schema:
         """The schema of the same buffer as the two leaves of a flattened center."""
