@@ -14,20 +14,18 @@ import argparse
 from concurrent import futures
 from typing import Any
 
+import jax.numpy as jnp
+import optax
 import ray
 import ray.train
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
+import agn_optax
+from agn_optax import rules, service
+
 
 def train_loop(config: dict[str, Any]) -> int:
     """Train one worker, and return its exchanges; Ray calls this again after a loss."""
-    # Ray's manual: import jax in the loop, so that the driver takes no TPU.
-    import jax.numpy as jnp
-    import optax
-
-    import agn_optax
-    from agn_optax import rules, service
-
     # The worker's name and its center. Variables that hang a restarted job are unset.
     env = service.environment()
     rule = rules.agn(optax.sgd(0.1))

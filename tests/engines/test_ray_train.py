@@ -71,7 +71,10 @@ def test_killed_worker_of_ray_train_joins_again_under_its_name(tmp_path, server)
     steps = 5000
     example = ROOT / "examples/on_ray_train.py"
     options = ["--center", server.address, "--storage", tmp_path, "--steps", steps]
-    with program(example, *options) as process, service.Observer(server.address) as seen:
+    with (
+        program(example, *options) as process,
+        service.Observer(server.address) as seen,
+    ):
 
         def exchanges():
             workers = {each["name"]: each for each in seen.status()["workers"]}
@@ -83,7 +86,9 @@ def test_killed_worker_of_ray_train_joins_again_under_its_name(tmp_path, server)
     assert process.returncode == 0, output
     # The exchanges since the restart, and those of the worker that went on.
     for rank in range(2):
-        assert re.search(rf"^worker-{rank}: {steps // 5} exchanges", output, re.M), output
+        assert re.search(rf"^worker-{rank}: {steps // 5} exchanges", output, re.M), (
+            output
+        )
     assert server.center.pull().version > 2 * steps // 5
 
 

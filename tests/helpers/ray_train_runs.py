@@ -7,22 +7,20 @@ jax.distributed, and they are worker-1. Each process writes its environment into
 """
 
 import json
+import os
 import pathlib
 import sys
 
+import jax
 import ray
 import ray.train
 from on_ray_train import train_loop
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
+from agn_optax import service
+
 
 def loop(config):
-    import os
-
-    import jax
-
-    from agn_optax import service
-
     env = service.environment()
     found = {
         **env._asdict(),
