@@ -1,7 +1,8 @@
 """Settings of a launched worker, read from its environment variables.
 
-``agn-optax launch`` sets the variables on every engine. The processes of one worker may
-also be numbered by the cluster engine that has started them.
+``agn-optax launch`` sets the variables on every engine. Processes may also be numbered
+by the cluster engine that has started them: Ray Train, a JobSet, SLURM, Kubeflow
+Trainer or Cloud TPU. Variables of an earlier job, for which JAX would wait, are unset.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import logging
 import os
 import re
+import socket
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +40,7 @@ class Environment(NamedTuple):
       restarts: how often this worker has failed and been restarted.
       distributed: the arguments of `jax.distributed.initialize` that join the processes
         of this worker, and no process of another worker; empty for one process, which
-        stays alone.
+        stays alone, and if the processes are already joined.
     """
 
     address: str
@@ -82,9 +85,23 @@ def environment() -> Environment:
     A worker with several processes also has ``AGN_OPTAX_PROCESSES``, and for each
     process ``AGN_OPTAX_PROCESS`` (0, 1, ...) and ``AGN_OPTAX_COORDINATOR``
     (``host:port`` of its first process). If these two are not set, they are taken from
-    the first of these that is found: a pod of a JobSet (``JOBSET_NAME``,
-    ``REPLICATED_JOB_NAME``, ``JOB_INDEX`` and ``JOB_COMPLETION_INDEX``), a task of a
-    step of SLURM (``SLURM_PROCID``), a host of a TPU slice (``TPU_WORKER_ID``).
+    the first of these that is found: a worker of Ray Train (its context), a pod of a
+    JobSet (``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``JOB_INDEX`` and
+    ``JOB_COMPLETION_INDEX``), a task of a step of SLURM (``SLURM_PROCID``), a node of a
+    TrainJob of Kubeflow (``JAX_PROCESS_ID``, ``JAX_NUM_PROCESSES`` and
+    ``JAX_COORDINATOR_ADDRESS``), a host of a TPU slice (``TPU_WORKER_ID``).
+
+    Ray Train and Kubeflow also say how many processes they start. All of them are one
+    worker if Ray Train has joined them, and on Kubeflow without
+    ``AGN_OPTAX_PROCESSES=1``. Otherwise each is a worker, and ranks and the number of
+    workers are theirs if neither ``AGN_OPTAX_RANK`` nor ``AGN_OPTAX_WORKERS`` is set.
+
+    Call this before JAX uses a device: variables that would join this worker to other
+    processes, or make it wait for processes that have ended, are unset, and the log
+    warns of them. These are all ``MEGASCALE_*``, unless ``AGN_OPTAX_SLICES`` says that
+    a worker spans several slices of TPUs, and a ``JAX_COORDINATOR_ADDRESS`` of another
+    job. A worker of several slices needs ``AGN_OPTAX_PROCESS`` and
+    ``AGN_OPTAX_COORDINATOR``, unless Ray Train joins it.
 
     Returns:
       The center's address, this worker's rank and name, the number of workers, and the
@@ -106,16 +123,21 @@ def environment() -> Environment:
       >>> for name in ("CENTER", "RANK", "WORKERS"):
       ...     del os.environ[f"AGN_OPTAX_{name}"]
     """
-    workers = _number("AGN_OPTAX_WORKERS", "the number of workers", minimum=1)
-    rank = _number("AGN_OPTAX_RANK", "0, 1, ...", below=workers)
+    unit = _unit()
+    processes = _number(
+        "AGN_OPTAX_PROCESSES", minimum=1, default=unit.processes, source=unit.source
+    )
+    rank, workers = _rank_and_workers(unit, processes)
     address = os.environ.get("AGN_OPTAX_CENTER")
     if not address:
         raise _missing("AGN_OPTAX_CENTER", "the center's address")
     requeued = os.environ.get("SLURM_RESTART_COUNT") or "0"
     restarts = _number("AGN_OPTAX_RESTARTS", default=requeued)
     name = os.environ.get("AGN_OPTAX_WORKER") or f"worker-{rank}"
-    distributed = _distributed(rank)
-    processes = distributed.get("num_processes", 1)
+    slices = _slices(processes)
+    # Engines number the processes of each slice, beginning at 0.
+    distributed = _distributed(unit if slices == 1 else _Unit(), rank, processes)
+    _unset_stale_variables(distributed, slices)
     _log.info(
         "this is worker %r, rank %d of %d, with %d process(es); its center is %s",
         *(name, rank, workers, processes, address),
@@ -130,41 +152,186 @@ def environment() -> Environment:
     return Environment(address, rank, workers, name, restarts, distributed)
 
 
-def _distributed(rank: int) -> dict[str, Any]:
-    """Return the arguments of `jax.distributed.initialize` for a worker."""
-    processes = _number("AGN_OPTAX_PROCESSES", minimum=1, default="1")
-    if processes == 1:
-        return {}
-    process, host = _process_and_host()
-    coordinator = os.environ.get("AGN_OPTAX_COORDINATOR")
-    if not coordinator and not host:
-        raise _missing("AGN_OPTAX_COORDINATOR", "host:port of the first process")
-    return {
-        "coordinator_address": coordinator or f"{host}:{_FIRST_PORT + rank % _PORTS}",
-        "num_processes": processes,
-        "process_id": _number(
-            "AGN_OPTAX_PROCESS", "0, 1, ...", default=process, below=processes
-        ),
-    }
+class _Unit(NamedTuple):
+    """This process, among those that a cluster engine starts and ends together."""
+
+    source: str = ""  # where the engine says this, for errors
+    number: str = ""  # the number of this process; "" if unknown
+    total: str = ""  # how many processes there are; "" if unknown
+    coordinator: str = ""  # host or host:port of process 0; "" if unknown
+    processes: str = "1"  # how many of them are one worker, by default
 
 
-def _process_and_host() -> tuple[str, str]:
-    """Return the number of this process, and the host of process 0; "" if unknown.
-
-    The processes are those that a cluster engine starts and ends together.
-    """
+def _unit() -> _Unit:
+    """Return this process as the engine that has started it numbers it."""
     variables = os.environ
+    if unit := _unit_of_ray_train():
+        return unit
     # A JobSet's manifest sets these, from the annotations of its pods.
     if {"JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"} <= variables.keys():
         form = "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-{JOB_INDEX}-0.{JOBSET_NAME}"
-        return variables.get("JOB_COMPLETION_INDEX", ""), form.format_map(variables)
+        number = variables.get("JOB_COMPLETION_INDEX", "")
+        host = form.format_map(variables)
+        return _Unit("JOB_COMPLETION_INDEX", number, coordinator=host)
     if "SLURM_PROCID" in variables:
         # The first host of node[001-015,020],other is node001.
         nodes = variables.get("SLURM_STEP_NODELIST", "")
         match = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
-        return variables["SLURM_PROCID"], "".join(match.groups("")) if match else ""
+        host = "".join(match.groups("")) if match else ""
+        return _Unit("SLURM_PROCID", variables["SLURM_PROCID"], coordinator=host)
+    if {"JAX_PROCESS_ID", "JAX_NUM_PROCESSES"} <= variables.keys():
+        total = variables["JAX_NUM_PROCESSES"]
+        return _Unit(
+            "JAX_PROCESS_ID or JAX_NUM_PROCESSES",
+            number=variables["JAX_PROCESS_ID"],
+            total=total,
+            coordinator=variables.get("JAX_COORDINATOR_ADDRESS", ""),
+            processes=total,
+        )
     host = variables.get("TPU_WORKER_HOSTNAMES", "").partition(",")[0]
-    return variables.get("TPU_WORKER_ID", ""), host
+    return _Unit("TPU_WORKER_ID", variables.get("TPU_WORKER_ID", ""), coordinator=host)
+
+
+def _unit_of_ray_train() -> _Unit | None:
+    """Return a worker of Ray Train; None in any other process."""
+    # A worker of Ray Train has imported this.
+    ray_train = sys.modules.get("ray.train")
+    if ray_train is None:
+        return None
+    try:
+        context = ray_train.get_context()
+        number, total = context.get_world_rank(), context.get_world_size()
+    except (RuntimeError, DeprecationWarning):  # a driver, or a trial of Ray Tune
+        return None
+    # JaxTrainer joins all of its workers, or none.
+    processes = total if jax.distributed.is_initialized() else 1
+    return _Unit(
+        "the context of Ray Train", str(number), str(total), processes=str(processes)
+    )
+
+
+def _rank_and_workers(unit: _Unit, processes: int) -> tuple[int, int]:
+    """Return a worker's rank, and the number of workers."""
+    given = any(os.environ.get(f"AGN_OPTAX_{name}") for name in ("RANK", "WORKERS"))
+    # An engine that starts a single process is one of several that do.
+    if given or processes > 1 or unit.total in ("", "1"):
+        unit = _Unit()
+    workers = _number(
+        "AGN_OPTAX_WORKERS",
+        "the number of workers",
+        minimum=1,
+        default=unit.total,
+        source=unit.source,
+    )
+    rank = _number(
+        "AGN_OPTAX_RANK",
+        "0, 1, ...",
+        below=workers,
+        default=unit.number,
+        source=unit.source,
+    )
+    return rank, workers
+
+
+def _distributed(unit: _Unit, rank: int, processes: int) -> dict[str, Any]:
+    """Return the arguments of `jax.distributed.initialize` for a worker."""
+    if processes == 1 or jax.distributed.is_initialized():
+        return {}
+    address = os.environ.get("AGN_OPTAX_COORDINATOR") or unit.coordinator
+    if not address:
+        raise _missing("AGN_OPTAX_COORDINATOR", "host:port of the first process")
+    if not re.search(r":\d+$", address):
+        address = f"{address}:{_FIRST_PORT + rank % _PORTS}"
+    process = _number(
+        "AGN_OPTAX_PROCESS",
+        "0, 1, ...",
+        below=processes,
+        default=unit.number,
+        source=unit.source,
+    )
+    return {
+        "coordinator_address": address,
+        "num_processes": processes,
+        "process_id": process,
+    }
+
+
+def _slices(processes: int) -> int:
+    """Return how many slices of TPUs a worker spans.
+
+    Raises:
+      InvalidArgumentError: the variables of Multislice say otherwise, so that the TPUs
+        would wait for slices that never come.
+    """
+    slices = _number("AGN_OPTAX_SLICES", minimum=1, default="1")
+    if slices == 1:
+        return 1
+    if processes % slices:
+        raise errors.InvalidArgumentError(
+            f"AGN_OPTAX_PROCESSES must be a multiple of AGN_OPTAX_SLICES, {slices}, "
+            f"got {processes}"
+        )
+    number = os.environ.get("MEGASCALE_NUM_SLICES")
+    if number != str(slices):
+        raise errors.InvalidArgumentError(
+            f"MEGASCALE_NUM_SLICES must be AGN_OPTAX_SLICES, {slices}, got {number!r}: "
+            "JAX would wait for another number of slices than this worker has. Set "
+            "both to the number of slices of the worker"
+        )
+    _number("MEGASCALE_SLICE_ID", "0, 1, ...", below=slices)
+    return slices
+
+
+def _unset_stale_variables(distributed: dict[str, Any], slices: int) -> None:
+    """Unset variables of another job, for which JAX would wait, and log them.
+
+    Raises:
+      InvalidArgumentError: process 0 would listen at a port that no process asks.
+    """
+    address = distributed.get("coordinator_address", "")
+    port = address.rpartition(":")[2]
+    bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if address and bound and bound.rpartition(":")[2] != port:
+        raise errors.InvalidArgumentError(
+            f"JAX_COORDINATOR_BIND_ADDRESS must have port {port} of the coordinator's "
+            f"address {address}, got {bound!r}: no process would find the coordinator. "
+            "Unset it, or set AGN_OPTAX_COORDINATOR"
+        )
+    found = [name for name in os.environ if name.startswith("MEGASCALE_")]
+    if found and slices == 1:
+        _log.warning(
+            "unset %s: with these, the TPUs of this worker would wait for other slices "
+            "(if a worker spans several slices, set AGN_OPTAX_SLICES to their number)",
+            ", ".join(f"{name}={os.environ.pop(name)}" for name in sorted(found)),
+        )
+    is_joined = jax.distributed.is_initialized()
+    if not is_joined and os.environ.get("JAX_COORDINATOR_ADDRESS", address) != address:
+        _log.warning(
+            "unset JAX_COORDINATOR_ADDRESS=%s: no process of this worker listens "
+            "there, and jax.distributed.initialize() would wait for one",
+            os.environ.pop("JAX_COORDINATOR_ADDRESS"),
+        )
+    if distributed.get("process_id") == 0 and not _is_local(address):
+        _log.warning(
+            "this is process 0 of its worker, but the coordinator's address %s belongs "
+            "to another machine: if it is an old address, jax.distributed waits there "
+            "until its timeout, 300 s by default",
+            address,
+        )
+
+
+def _is_local(address: str) -> bool:
+    """Return whether this machine has the address; True if its name is unknown."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True  # a pod's name may be unknown for some seconds
+    for family, kind, protocol, _, where in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as end:
+            end.bind(where)
+            return True
+    return False
 
 
 def _number(
@@ -174,6 +341,7 @@ def _number(
     minimum: int = 0,
     below: int | None = None,
     default: str = "",
+    source: str = "",
 ) -> int:
     """Return the value of an environment variable as an int.
 
@@ -183,18 +351,21 @@ def _number(
       minimum: the least allowed value.
       below: exclusive upper limit of the value; None for no limit.
       default: the value if the variable is unset or empty; "" for none.
+      source: where the default is from, for the error.
 
     Raises:
       InvalidArgumentError: there is no value, or it is not such an integer.
     """
-    text = os.environ.get(name) or default
+    given = os.environ.get(name)
+    text = given or default
     if not text:
         raise _missing(name, description)
     is_number = text.isascii() and text.isdigit() and int(text) >= minimum
     if not is_number or (below is not None and int(text) >= below):
         limit = "" if below is None else f" and below {below}"
+        origin = f" from {source}" if source and not given else ""
         raise errors.InvalidArgumentError(
-            f"{name} must be a whole number >= {minimum}{limit}, got {text!r}"
+            f"{name} must be a whole number >= {minimum}{limit}, got {text!r}{origin}"
         )
     return int(text)
 
