@@ -98,7 +98,7 @@ def held_out_loss():
 @pytest.mark.usefixtures("project")
 def test_template_learns_stops_and_continues_from_its_checkpoint():
     with launched(1):
-        wait_until(lambda: len(exchanges(0)) >= 2, LIMIT)
+        wait_until(lambda: len(exchanges(0)) >= 2, 2 * LIMIT)
     output = finish(1)
     before = int(re.search(r"worker-0 starts after (\d+) exchanges", output)[1])
     assert before >= 2
