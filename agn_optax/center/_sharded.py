@@ -290,7 +290,11 @@ class ShardedCenter:
         paces = [answer.pace for answer in answers if answer.pace is not None]
         received = [a.received for a in answers if a.received is not None]
         return Answer(
-            *(self.unite(answers) if share is None else self.unite_pieces(answers, share)),
+            *(
+                self.unite(answers)
+                if share is None
+                else self.unite_pieces(answers, share)
+            ),
             answers[0].sequence,
             staleness=max(answer.staleness for answer in answers),
             norm=np.sqrt(np.sum(np.square(norms))) if norms else None,

@@ -77,7 +77,9 @@ class Layout:
             key = jax.tree.structure(args), *sorted(kwargs.items())
             if key not in compiled:
                 abstract = jax.tree.map(_abstract, args)
-                result = jax.eval_shape(functools.partial(function, **kwargs), *abstract)
+                result = jax.eval_shape(
+                    functools.partial(function, **kwargs), *abstract
+                )
                 compiled[key] = jax.jit(
                     function, out_shardings=self.of(result), **options
                 )
@@ -134,9 +136,9 @@ class Layout:
                 return jax.tree.map(lambda x: x[None], sent), state
 
             state_specs = specs_of(state)
-            return on_devices(
-                encode_piece, (specs, state_specs), (rows, state_specs)
-            )(contribution, state)
+            return on_devices(encode_piece, (specs, state_specs), (rows, state_specs))(
+                contribution, state
+            )
 
         def decode(encoded: PyTree, like: PyTree) -> PyTree:
             def decode_piece(sent: PyTree, like: PyTree) -> PyTree:

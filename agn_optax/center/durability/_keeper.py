@@ -246,7 +246,9 @@ class Keeper:
         about = {
             "ledger": ledger,
             "messages": [plain(submission) for submission in submissions],
-            "decoded": [isinstance(s.contribution, rounds.Decoded) for s in submissions],
+            "decoded": [
+                isinstance(s.contribution, rounds.Decoded) for s in submissions
+            ],
             "staleness": staleness,
             "weights": weights,
             "workers": workers,

@@ -121,9 +121,7 @@ class Remote:
 
     # Messages and answers.
 
-    def frame(
-        self, submission: Submission, worker: str, schemas: WireSchemas
-    ) -> Frame:
+    def frame(self, submission: Submission, worker: str, schemas: WireSchemas) -> Frame:
         """Return the frame of a submission; the session sends copies of the frame.
 
         Args:

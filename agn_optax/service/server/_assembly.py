@@ -225,9 +225,7 @@ class Assembly:
             self._arriving.add(process)
             self._changed.notify_all()
 
-    def add(
-        self, share: Share, key: Key, submission: Submission, arrays: Any
-    ) -> None:
+    def add(self, share: Share, key: Key, submission: Submission, arrays: Any) -> None:
         """Add a process's pieces; the last process submits the whole message.
 
         Raises:
@@ -247,7 +245,9 @@ class Assembly:
                 self._fail(error)
                 raise error
             if self._whole is None and not is_over:
-                self._whole = Whole(self._frames.assembled_schema(arrays), self._buffers)
+                self._whole = Whole(
+                    self._frames.assembled_schema(arrays), self._buffers
+                )
             whole = self._whole
         if not is_over:
             assert whole is not None

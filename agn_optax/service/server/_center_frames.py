@@ -128,7 +128,9 @@ class CenterFrames:
             return self.schemas.center
         names = {piece.dtype.name for piece in pieces}
         narrow = names - self.schemas.message.dtypes
-        return self.schemas.message.cast(narrow.pop() if len(names) == 1 and narrow else "")
+        return self.schemas.message.cast(
+            narrow.pop() if len(names) == 1 and narrow else ""
+        )
 
     def assembled(self, schema: Schema, buffer: np.ndarray) -> PyTree:
         """Return a buffer in which pieces were put together as a contribution."""
