@@ -10,6 +10,7 @@ functions centers and workers call. Names imported `as` themselves are not publi
 layers above use them.
 """
 
+from agn_optax._internal import Thresholds
 from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
@@ -49,4 +50,5 @@ __all__ = [
     "Snapshot",
     "Submission",
     "Synchronous",
+    "Thresholds",
 ]

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations
+from agn_optax._internal import Notices, check, combinations
 from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
@@ -86,6 +86,7 @@ class Core:
         updates were lost.
       ledger: the ledger; read it only under `atomically`.
       keeper: saves the center on disk; None without a durability.
+      notices: what goes wrong now.
     """
 
     def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
@@ -98,6 +99,8 @@ class Core:
                 "a center that is not synchronous",
                 f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
             )
+        self.notices = Notices(settings.thresholds)
+        self._measure_one_by_one()
         self._dtype = check.float_dtype(settings.dtype, "dtype")
         self._device = settings.find_device()
         self._flatten = flatten
@@ -484,6 +487,25 @@ class Core:
     def _close_connection(self, worker: str) -> None:
         if close := self._connection_closers.pop(worker, None):
             close()
+
+    # Notices.
+
+    def _measure_one_by_one(self) -> None:
+        """Say how far workers move a center that makes no rounds of their messages."""
+        rule, mode = self.rule, self.ledger.mode
+        if rule.combine == "mean" and not mode.combines:
+            workers = len(self.ledger.registered())
+            shown = workers if workers > 1 else "n"  # at the start, more may come
+            of_diloco = f", such as 0.7/{shown} for diloco()"
+            example = of_diloco if rule.name == "diloco" else ""
+            self.notices.measure(
+                "one_by_one",
+                max(workers, 2),
+                rule=rule.name,
+                mode=mode,
+                workers=shown,
+                example=example,
+            )
 
     # Durability.
 

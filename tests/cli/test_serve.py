@@ -28,6 +28,7 @@ from agn_optax.center import (
     MessageLimits,
     Submission,
     Synchronous,
+    Thresholds,
 )
 from agn_optax.service import fingerprint
 
@@ -255,7 +256,15 @@ DEFAULTS = {
     "durability": None,
     "limits": service.Limits(messages=MessageLimits()),
     "security": service.Security(),
+    "thresholds": Thresholds(),
 }
+
+
+def test_thresholds_are_made_from_options(served):
+    options = {"warn_lost_messages": 0.5, "warn_apart": 0, "warn_one_by_one": 4}
+    _, settings = served(rule="downpour", **options)
+    expected = Thresholds(lost_messages=0.5, apart=0, one_by_one=4)
+    assert settings["thresholds"] == expected
 
 
 def test_defaults_are_those_of_the_library(served):
@@ -434,7 +443,7 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rule=diloco"], "diloco is a rule for rounds: mode=Synch"),
+        (["--rule=diloco"], "diloco is a rule for rounds, and in mode Async"),
         (["--rule=average", "--mode=bounded", "--max-rounds-ahead=1"], "average is a"),
         (["--rule=diloco", "--mode=synchronous"], ""),
         (["--rule=downpour"], ""),
@@ -445,7 +454,8 @@ def test_rule_for_rounds_in_another_mode_is_warned_about(
 ):
     name = options[0].removeprefix("--rule=")
     serve(address, getattr(rules, name)(), *options, "--open")
-    lines = [each.getMessage() for each in caplog.records if "rounds" in each.msg]
+    logged = [record.getMessage() for record in caplog.records]
+    lines = [line for line in logged if "rounds" in line]
     assert len(lines) == bool(message)
     assert all(line.startswith(message) for line in lines)
 
