@@ -497,5 +497,17 @@ def test_every_check_has_a_threshold():
     assert [field.name for field in fields] == list(notices.CHECKS)
 
 
+def test_every_check_of_the_center_is_measured():
+    measured = {
+        ast.literal_eval(node.args[0])
+        for path in (PACKAGE / "center").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("notices.measure")
+    }
+    rows = notices.CHECKS.items()
+    assert measured == {name for name, row in rows if row.observer == "center"}
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -33,7 +33,7 @@ class Thresholds:
       lost_messages: share of a worker's last ten messages that were rejected, dropped
         or late.
       missed_periods: usual times between two exchanges of a worker, in which it made no
-        exchange, and at least five seconds.
+        exchange, and at least ten seconds.
       still_center: updates in a row that have not moved the center.
       other_norm: factor between the norms of a worker's messages and those of the
         others.
@@ -97,7 +97,7 @@ CHECKS = {
     "lost_messages": Check(
         "center",
         "{threshold:.0%} or more of a worker's last ten messages were rejected, "
-        "dropped or late",
+        "dropped or late for their round",
         "{lost} of the last {count} messages of worker {worker!r} were rejected, "
         "dropped or late; the last one {reason}",
         "if messages are rejected, take a smaller learning rate, clip gradients or "
@@ -107,7 +107,7 @@ CHECKS = {
     "missed_periods": Check(
         "center",
         "a connected worker has made no exchange for {threshold:g} of its usual times "
-        "between two exchanges, nor for five seconds, and does not wait for others",
+        "between two exchanges, nor for ten seconds, and does not wait for others",
         "worker {worker!r} has made no exchange for {seconds:.0f} s, which is "
         "{value:.1f} times as long as usual",
         "look at the process and the log of this worker: it may hang in a collective, "
@@ -115,8 +115,8 @@ CHECKS = {
     ),
     "still_center": Check(
         "center",
-        "{threshold} updates in a row have not moved the center, or moved less than "
-        "one in ten of the elements that their messages reach",
+        "{threshold} updates in a row have not moved the center, or have moved less "
+        "than one in ten of the elements that their messages reach",
         "the center has hardly moved in {value} updates: {reason}",
         "if messages are zero, make local steps with worker.tx and pass on its state. "
         "If updates are lost in rounding, give the center dtype='float32' (--dtype "
@@ -134,8 +134,8 @@ CHECKS = {
     "apart": Check(
         "center",
         "for {threshold} messages in a row, the mean cosine of a worker's message with "
-        "the last ones of the other workers was below zero; not for rules that send "
-        "parameters, whose messages point apart by design",
+        "the last ones of the other workers was below zero; not for `easgd`, whose "
+        "workers spread around the center",
         "the last {value} messages of worker {worker!r} point away from those of the "
         "other workers (mean cosine {cosine:.2g})",
         "check the data and labels of this worker, and that all train the same model. "
@@ -233,9 +233,13 @@ class Notices:
         self._current: dict[tuple[str, str], Notice] = {}
         self._logged: dict[tuple[str, str], float] = {}  # time of the last line
 
+    def threshold(self, name: str) -> Any:
+        """Return the threshold of a check; None if it is switched off."""
+        return getattr(self._thresholds, name) or None
+
     def is_on(self, name: str) -> bool:
         """Return whether a check has a threshold."""
-        return bool(getattr(self._thresholds, name))
+        return self.threshold(name) is not None
 
     def measure(
         self, name: str, value: float | None, worker: str = "", **values: Any
@@ -248,8 +252,8 @@ class Notices:
           worker: the worker's name; "" for the center.
           **values: the other values in the texts of the check.
         """
-        threshold, key = getattr(self._thresholds, name), (name, worker)
-        if not threshold or value is None or not value >= threshold:
+        threshold, key = self.threshold(name), (name, worker)
+        if threshold is None or value is None or not value >= threshold:
             with self._lock:
                 self._current.pop(key, None)
             return False

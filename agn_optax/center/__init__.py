@@ -14,7 +14,9 @@ from agn_optax._internal import Thresholds
 from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
+from agn_optax.center._inspector import LOOK_INTERVAL as LOOK_INTERVAL
 from agn_optax.center._ledger import Member as Member
+from agn_optax.center._ledger import Totals as Totals
 from agn_optax.center._limits import Limits
 from agn_optax.center._local import LocalCenter
 from agn_optax.center._local import PackedCenter as PackedCenter

@@ -121,6 +121,7 @@ class LocalCenter:
     @property
     def notices(self) -> list[Notice]:
         """What goes wrong now, as the log says it: see `Thresholds`."""
+        self.core.look()
         return self.core.notices.current()
 
     def save(self) -> CenterState:
@@ -188,9 +189,11 @@ class LocalCenter:
         """Take no more exchanges; waiting workers get an error, and no update is lost.
 
         With a ``durability``, write the remaining records to disk, and release the
-        directory.
+        directory. If the log takes information, it gets the version and hash of the
+        center, and the totals of its workers.
         """
         self.core.close(reason)
+        self.core.log_end()
 
     def __enter__(self) -> LocalCenter:
         return self

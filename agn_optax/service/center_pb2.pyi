@@ -276,7 +276,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "waits", "stalled", "exchanges", "dropped", "rejected", "staleness", "norm", "period", "exchanges_per_second", "steps_per_second", "reported", "joined", "seen", "transport", "bytes_received", "bytes_sent")
+    __slots__ = ("name", "connected", "waits", "stalled", "exchanges", "dropped", "rejected", "staleness", "norm", "period", "exchanges_per_second", "steps_per_second", "reported", "joined", "seen", "transport", "bytes_received", "bytes_sent", "steps_made", "steps_delivered", "weight_made", "weight_delivered")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +302,10 @@ class WorkerStatus(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_MADE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_MADE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DELIVERED_FIELD_NUMBER: _ClassVar[int]
     name: str
     connected: bool
     waits: bool
@@ -320,10 +324,26 @@ class WorkerStatus(_message.Message):
     transport: str
     bytes_received: int
     bytes_sent: int
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+    steps_made: int
+    steps_delivered: int
+    weight_made: float
+    weight_delivered: float
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., steps_made: _Optional[int] = ..., steps_delivered: _Optional[int] = ..., weight_made: _Optional[float] = ..., weight_delivered: _Optional[float] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("check", "worker", "text", "remedy")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    check: str
+    worker: str
+    text: str
+    remedy: str
+    def __init__(self, check: _Optional[str] = ..., worker: _Optional[str] = ..., text: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "listens_at", "direct_address", "page_address")
+    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "listens_at", "direct_address", "page_address", "notices", "steps_made", "steps_delivered", "weight_made", "weight_delivered")
     class RejectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +366,11 @@ class StatusReply(_message.Message):
     LISTENS_AT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_MADE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_MADE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DELIVERED_FIELD_NUMBER: _ClassVar[int]
     version: int
     center: str
     rule: str
@@ -361,4 +386,9 @@ class StatusReply(_message.Message):
     listens_at: str
     direct_address: str
     page_address: str
-    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...
+    notices: _containers.RepeatedCompositeFieldContainer[Notice]
+    steps_made: int
+    steps_delivered: int
+    weight_made: float
+    weight_delivered: float
+    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., steps_made: _Optional[int] = ..., steps_delivered: _Optional[int] = ..., weight_made: _Optional[float] = ..., weight_delivered: _Optional[float] = ...) -> None: ...

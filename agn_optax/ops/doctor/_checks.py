@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from agn_optax import errors
+from agn_optax._internal import Notice
 from agn_optax._version import __version__
 from agn_optax.ops import units
 from agn_optax.rules import Rule
@@ -198,8 +199,8 @@ class Checks:
         return "ok", f"connected to {second}"
 
     def _check_state(self) -> _Outcome:
-        if degraded := self._center.status()["degraded"]:
-            return "warning", degraded
+        if notices := self._center.status()["notices"]:
+            return "warning", "; ".join(str(Notice(**notice)) for notice in notices)
         if not self._description.HasField("schema"):
             return "warning", "no parameters yet: no worker has started as chief"
         leaves = wire.from_bytes(self._description.schema).leaves
