@@ -36,6 +36,8 @@ from agn_optax.center._store import Version as Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center._submission import plain as plain
 from agn_optax.center._submission import plain_fields as plain_fields
+from agn_optax.center._transfer import ExpectedLink as ExpectedLink
+from agn_optax.center._transfer import Transfer as Transfer
 from agn_optax.center.durability import Journal
 
 __all__ = [

@@ -6,6 +6,7 @@ import abc
 from typing import Any, Protocol, runtime_checkable
 
 from agn_optax.center._submission import Answer, Snapshot, Submission
+from agn_optax.center._transfer import Transfer
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -26,11 +27,14 @@ class Session(abc.ABC):
       session_id: the session id.
       resume_token: a JSON-serializable token that holds the center id and the session
         id. `Center.join` takes it to resume the session in another process.
+      transfers: how the messages of the last exchange travelled, over one connection or
+        several; empty if no connection was needed.
     """
 
     worker: str
     session_id: str
     resume_token: Any
+    transfers: tuple[Transfer, ...] = ()
 
     @abc.abstractmethod
     def submit(self, submission: Submission) -> None:

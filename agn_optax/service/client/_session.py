@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center import Answer, Session, Submission
+from agn_optax.center import Answer, Session, Submission, Transfer
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
@@ -72,6 +72,8 @@ class RemoteSession(Session):
         # The number of the exchange in flight, and its frame.
         self._in_flight: tuple[int, Frame] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
+        self._sent_at = 0.0  # when it was sent; monotonic seconds
+        self._transfer: Transfer | None = None  # of the last exchange
         self.has_left = False  # whether it has left, or is about to
         self._on_left = on_left
 
@@ -79,6 +81,11 @@ class RemoteSession(Session):
     def transport(self) -> str:
         """Name of the transport in use; "" while there is no connection."""
         return "" if self._link is None else self._link.transport
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The messages of the last exchange: see `Session.transfers`."""
+        return () if self._transfer is None else (self._transfer,)
 
     @property
     def resume_token(self) -> Any:
@@ -129,6 +136,7 @@ class RemoteSession(Session):
             if answer is None:
                 return None
             snapshot, arrays = answer
+            self._measure(snapshot, sum(array.nbytes for array in arrays))
             leaves = to_device(self._remote.in_center_dtype(arrays))
             params = self._remote.as_tree(leaves, self._like)
             return answer_of(snapshot, params, sum(array.nbytes for array in arrays))
@@ -207,6 +215,7 @@ class RemoteSession(Session):
         if link is None or (link.is_done() and self._sent_over is not link):
             link = self._open()
         if self._sent_over is not link:
+            self._sent_at = time.monotonic()
             with self._watching(link):
                 link.send(frame.copy())
             self._sent_over = link
@@ -223,6 +232,20 @@ class RemoteSession(Session):
                     self._sent_over = link  # the answer is still expected
                     return None
             return self._remote.answer_in(header, link, sequence)
+
+    def _measure(self, snapshot: pb.Snapshot, received: int) -> None:
+        """Record how the exchange in flight travelled, when its answer has come."""
+        assert self._in_flight is not None and self._link is not None
+        seconds = time.monotonic() - self._sent_at - snapshot.held
+        self._transfer = Transfer(
+            self._remote.address,
+            self._link.transport,
+            self._link.interface,
+            self._in_flight[1].nbytes + received,
+            max(seconds, 0.0),
+            self._remote.expected,
+            self._link.detour,
+        )
 
     @contextlib.contextmanager
     def _watching(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
@@ -19,6 +21,13 @@ from agn_optax.service.wire._submission import submission_of
 
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
+
+
+@dataclasses.dataclass
+class _Arrival:
+    """When a message has arrived."""
+
+    at: float = 0.0  # monotonic seconds
 
 
 class Exchanges:
@@ -75,7 +84,10 @@ class Exchanges:
         """
         traffic = self._traffic.get(session.worker)
         with self.counting("running"), ExitStack() as stack:
-            kept = yield from self._apply(session, message, reader, stack, traffic)
+            arrival = _Arrival()
+            kept = yield from self._apply(
+                session, message, reader, stack, traffic, arrival
+            )
             answer = kept.answer
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
@@ -84,6 +96,7 @@ class Exchanges:
             on_event("exchange", worker, session_id, answer)
             with self._core.reading(kept.version) as version:
                 frame = self._frames.answer(version, answer)
+                frame.header.snapshot.held = time.monotonic() - arrival.at
                 if kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
                     # without it cannot be used, so the rest may be sent before.
@@ -99,6 +112,7 @@ class Exchanges:
         reader: FrameReader,
         stack: ExitStack,
         traffic: Traffic,
+        arrival: _Arrival,
     ) -> Generator[Frame, None, KeptAnswer]:
         """Receive and apply a message; return its answer.
 
@@ -109,6 +123,7 @@ class Exchanges:
         """
         schema = self._frames.message_schema(message)
         buffer = reader.read_buffer(schema, "a message")
+        arrival.at = time.monotonic()
         stack.enter_context(self.counting("answering"))
         self._traffic.count(traffic, received=schema.size)
         submission = submission_of(message, self._frames.contribution(schema, buffer))

@@ -114,6 +114,9 @@ class SocketLink(Link):
         with frame, self.timed(frame.nbytes):
             send(self._sock, frame.pieces(), self.on_sent)
 
+    def local_address(self) -> str:
+        return "" if _is_unix(self._sock) else str(self._sock.getsockname()[0])
+
     def end_reason(self) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError("the direct connection broke")
 
