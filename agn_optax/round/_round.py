@@ -41,6 +41,7 @@ from agn_optax.round import _parts
 from agn_optax.round._parts import Parts
 from agn_optax.round.placements import WHOLE, Layout
 from agn_optax.rules import Rule, discounted, extra_arguments, robust
+from agn_optax.rules.codecs import ErrorFeedbackState
 
 PyTree = Any
 
@@ -201,13 +202,39 @@ def contribute(
     ``center`` is the anchor if the state keeps none. Call this once per exchange: a
     retry must send the same bits again.
     """
-    contribution = rule.contribution(
+    contribution = _contribution(rule, state, params, center)
+    return rule.codec.encode(contribution, state.codec_state)
+
+
+def _contribution(
+    rule: Rule, state: LocalState, params: PyTree, center: PyTree
+) -> PyTree:
+    return rule.contribution(
         state.record,
         params if rule.needs_params else None,
         _anchor(state, center) if rule.needs_anchor else None,
         state.local_steps,
     )
-    return rule.codec.encode(contribution, state.codec_state)
+
+
+def residual_norms(
+    rule: Rule, state: LocalState, params: PyTree, center: PyTree, codec_state: PyTree
+) -> jax.Array | None:
+    """Return the norms of the codec's residual and of the contribution.
+
+    Arguments are those of `contribute`, and its second result. In the same program, the
+    contribution is not computed again.
+
+    Returns:
+      Two float32 numbers; None if `error_feedback` is not part of the codec.
+    """
+    states = trees.nodes(codec_state, ErrorFeedbackState)
+    if not states:
+        return None
+    residuals = [kept.residual for _, kept in states]
+    contribution = _contribution(rule, state, params, center)
+    wide = optax.tree.cast((residuals, contribution), jnp.float32)
+    return jnp.stack([optax.tree.norm(tree) for tree in wide])
 
 
 def send_and_begin(
