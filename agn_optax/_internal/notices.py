@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from agn_optax._internal import check
@@ -261,7 +262,29 @@ class Notices:
         values |= {"worker": worker, "value": value, "threshold": threshold}
         text = described.text.format(**values)
         notice = Notice(name, worker, text, described.remedy)
-        now = time.monotonic()
+        self._start(notice)
+        return True
+
+    def take(self, worker: str, texts: Mapping[str, str]) -> None:
+        """Replace the notices of a worker's own checks by those that it has sent.
+
+        Args:
+          worker: the worker's name.
+          texts: what each check says, by its name; unknown names are ignored, which a
+            newer worker may send.
+        """
+        for name, row in CHECKS.items():
+            if row.observer != "worker":
+                continue
+            if name in texts and self.is_on(name):
+                self._start(Notice(name, worker, texts[name], row.remedy))
+            else:
+                with self._lock:
+                    self._current.pop((name, worker), None)
+
+    def _start(self, notice: Notice) -> None:
+        """Keep a notice, and log it unless it was logged a short time ago."""
+        now, key = time.monotonic(), (notice.check, notice.worker)
         with self._lock:
             self._current[key] = notice
             is_due = now - self._logged.get(key, -math.inf) >= REPEAT
@@ -272,7 +295,6 @@ class Notices:
                 self._logged[key] = now
         if is_due:
             _log.warning("%s", notice)
-        return True
 
     def forget(self, worker: str) -> None:
         """End all notices about a worker, such as one that has left."""

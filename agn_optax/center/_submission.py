@@ -19,7 +19,7 @@ PyTree = Any
 
 _MAX_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
 # Fields of the records that are trees, or that the receiver of an answer adds.
-_NOT_PLAIN = {"contribution", "reported", "params", "is_partial", "received"}
+_NOT_PLAIN = {"contribution", "reported", "notices", "params", "is_partial", "received"}
 
 
 class Submission(NamedTuple):
@@ -36,6 +36,7 @@ class Submission(NamedTuple):
       weight: weight that the worker claims for its round, such as a number of tokens.
         Must be positive; None counts as 1.
       reported: metrics of the worker by their names, for monitoring.
+      notices: texts of what goes wrong at the worker, by the names of its checks.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
@@ -53,6 +54,7 @@ class Submission(NamedTuple):
     steps: int = 0
     weight: float | None = None
     reported: Mapping[str, Any] | None = None
+    notices: Mapping[str, str] | None = None
 
     def checked(self) -> Submission:
         """Check the numbers of a submission, and return it with Python numbers.
@@ -81,7 +83,7 @@ class Submission(NamedTuple):
 
     def without_arrays(self) -> Submission:
         """Return the plain fields of the submission; the others are None."""
-        return self._replace(contribution=None, reported=None)
+        return self._replace(contribution=None, reported=None, notices=None)
 
 
 class Snapshot(NamedTuple):

@@ -157,7 +157,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "notices")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,13 @@ class Message(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class NoticesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +179,7 @@ class Message(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
@@ -179,7 +187,8 @@ class Message(_message.Message):
     steps: int
     weight: float
     reported: _containers.ScalarMap[str, float]
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    notices: _containers.ScalarMap[str, str]
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., notices: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema_hash", "schema_size")

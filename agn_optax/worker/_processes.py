@@ -23,7 +23,14 @@ from jax.experimental import multihost_utils
 
 from agn_optax import errors
 from agn_optax._internal import check, description, in_background, trees
-from agn_optax.center import Answer, Center, Session, Snapshot, Submission
+from agn_optax.center import (
+    Answer,
+    Center,
+    Session,
+    Snapshot,
+    Submission,
+    Transfer,
+)
 from agn_optax.rules import Rule
 from agn_optax.worker._flight import Message
 
@@ -150,6 +157,11 @@ class SharedSession:
         self.center = center
         ids = session and [session.worker, session.session_id, session.resume_token]
         self.worker, self.session_id, self.resume_token = _broadcast_json(ids)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfers of the first process; none in the others."""
+        return () if self._session is None else tuple(self._session.transfers)
 
     def exchange(self, submission: Submission) -> Answer:
         """Exchange in the first process, on any thread, without the other processes."""

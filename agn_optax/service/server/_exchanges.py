@@ -129,6 +129,7 @@ class Exchanges:
         submission = submission_of(message, self._frames.contribution(schema, buffer))
         traffic.period = submission.steps
         traffic.reported = dict(submission.reported or {})  # all, in each message
+        self._core.notices.take(session.worker, submission.notices or {})
         submit = functools.partial(session.submit, submission)
         if schema.hash not in self._compiled:  # compilation may take minutes
             submitted = in_background(submit, "agn-optax first exchange")

@@ -57,9 +57,7 @@ def source_address(center: str) -> str:
         return str(sock.getsockname()[0])
 
 
-def _addresses() -> Iterator[
-    tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]
-]:
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """Yield the interfaces of this machine with their addresses, on Linux."""
     import fcntl  # not on Windows
 
