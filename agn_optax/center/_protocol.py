@@ -27,14 +27,16 @@ class Session(abc.ABC):
       session_id: the session id.
       resume_token: a JSON-serializable token that holds the center id and the session
         id. `Center.join` takes it to resume the session in another process.
-      transfers: how the messages of the last exchange travelled, over one connection or
-        several; empty if no connection was needed.
     """
 
     worker: str
     session_id: str
     resume_token: Any
-    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """How the messages of the last exchange travelled; empty if in this process."""
+        return ()
 
     @abc.abstractmethod
     def submit(self, submission: Submission) -> None:

@@ -273,7 +273,7 @@ class ShardedSession(Session):
         return [session.resume_token for session in self._sessions]
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:  # type: ignore[override]
+    def transfers(self) -> tuple[Transfer, ...]:
         """The `Session.transfers` of all shards."""
         return tuple(t for session in self._sessions for t in session.transfers)
 

@@ -50,7 +50,7 @@ class Checks:
         self._detours: dict[str, int] = {}  # exchanges by another link, in a row
 
     def begin_session(self) -> None:
-        """Forget the messages of an earlier session, but not what its links could do."""
+        """Forget an earlier session, but not how fast its links were."""
         self._pending, self._empty, self._growing = None, 0, 0
         self.notices.forget(self._worker)
 
@@ -81,6 +81,7 @@ class Checks:
         self._empty = 0 if steps else self._empty + 1
         empty = self._empty if self._needs_steps else None
         self._measure("unrecorded_steps", empty, counted=counted)
+        value: float | None
         if steps > counted:
             value, length = math.inf, "longer"
         else:

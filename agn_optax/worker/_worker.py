@@ -138,8 +138,8 @@ class Worker:
         the center; None before the first measurement.
       resume_token: this worker's session, for `restore` to continue; None before the
         start.
-      notices: what goes wrong now, as the log says it. The next message also takes it to
-        the center, whose status and page show it.
+      notices: what goes wrong now, as the log says it. The next message takes it to a
+        served center, whose status and page show it.
       due: whether the next call of `exchange` sends a message, or may adopt an answer.
 
     Raises:

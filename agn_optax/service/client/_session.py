@@ -235,7 +235,8 @@ class RemoteSession(Session):
 
     def _measure(self, snapshot: pb.Snapshot, received: int) -> None:
         """Record how the exchange in flight travelled, when its answer has come."""
-        assert self._in_flight is not None and self._link is not None
+        assert self._in_flight is not None
+        assert self._link is not None
         seconds = time.monotonic() - self._sent_at - snapshot.held
         self._transfer = Transfer(
             self._remote.address,

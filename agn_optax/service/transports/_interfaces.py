@@ -13,6 +13,9 @@ from collections.abc import Iterator
 
 from agn_optax.service import _address
 
+if sys.platform == "linux":
+    import fcntl
+
 _IPV6 = pathlib.Path("/proc/net/if_inet6")
 _SIOCGIFCONF = 0x8912  # of Linux: the IPv4 addresses of all interfaces
 _MAX_ADDRESSES = 256
@@ -59,8 +62,6 @@ def source_address(center: str) -> str:
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """Yield the interfaces of this machine with their addresses, on Linux."""
-    import fcntl  # not on Windows
-
     found = array.array("B", bytes(_MAX_ADDRESSES * _IFREQ.size))
     start, size = found.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
