@@ -182,7 +182,10 @@ CHECKS = {
     ),
     "slow_exchange": Check(
         "worker",
-        "an exchange took {threshold:g} times as long as its link should take",
+        "three exchanges in a row took {threshold:g} times as long as their link "
+        "should take, and 0.1 s longer, without the time at the center. What the link "
+        "should take is given by ExpectedLink(rate=...), or by the worker's best rate "
+        "so far",
         "an exchange of worker {worker!r} took {seconds:.3g} s, {value:.3g} times as "
         "long as expected: {link}",
         "look at what else uses the network, and run agn-optax doctor from this "
@@ -199,10 +202,11 @@ CHECKS = {
     "residual": Check(
         "worker",
         "the norm of a codec's residual is {threshold:g} times that of the "
-        "contribution, and grows",
+        "contribution, and has grown at ten exchanges in a row",
         "the residual of worker {worker!r} has a norm of {norm:.3g}, {value:.3g} times "
         "that of its contribution, and grows",
-        "take a codec that sends more: more elements, more bits or smaller blocks",
+        "take a codec that sends more: more elements, more bits or smaller blocks. If "
+        "the center drops or rejects the messages of this worker, see to that first",
     ),
 }
 

@@ -45,6 +45,8 @@ from agn_optax.rules.codecs import ErrorFeedbackState
 
 PyTree = Any
 
+_MAX_SAMPLE = 4096  # elements of a leaf
+
 
 class LocalState(NamedTuple):
     """State of a worker's local phase."""
@@ -218,23 +220,33 @@ def _contribution(
 
 
 def residual_norms(
-    rule: Rule, state: LocalState, params: PyTree, center: PyTree, codec_state: PyTree
+    rule: Rule, state: LocalState, params: PyTree, center: PyTree
 ) -> jax.Array | None:
-    """Return the norms of the codec's residual and of the contribution.
+    """Return the norms of the codec's residual and of the contribution before coding.
 
-    Arguments are those of `contribute`, and its second result. In the same program, the
-    contribution is not computed again.
+    They are those of a sample of elements: with whole norms, `contribute` takes 1.2 to
+    2 times as long on a CPU. Arguments are those of `contribute`.
 
     Returns:
       Two float32 numbers; None if `error_feedback` is not part of the codec.
     """
-    states = trees.nodes(codec_state, ErrorFeedbackState)
+    states = trees.nodes(state.codec_state, ErrorFeedbackState)
     if not states:
         return None
     residuals = [kept.residual for _, kept in states]
     contribution = _contribution(rule, state, params, center)
-    wide = optax.tree.cast((residuals, contribution), jnp.float32)
-    return jnp.stack([optax.tree.norm(tree) for tree in wide])
+    sampled = jax.tree.map(_sample, (residuals, contribution))
+    return jnp.stack([optax.tree.norm(tree) for tree in sampled])
+
+
+def _sample(leaf: jax.Array) -> jax.Array:
+    """Return some elements of a leaf in float32, always the same ones."""
+    # The leaf keeps its dimensions, because flattening would gather a sharded one.
+    sizes, left = [], _MAX_SAMPLE
+    for size in reversed(leaf.shape):
+        sizes.append(min(size, left))
+        left //= max(sizes[-1], 1)
+    return leaf[tuple(map(slice, reversed(sizes)))].astype(jnp.float32)
 
 
 def send_and_begin(

@@ -40,6 +40,7 @@ from agn_optax.service.server._settings import ServerSettings as ServerSettings
 from agn_optax.service.transports import Listener as Listener
 from agn_optax.service.transports import sockets as sockets
 from agn_optax.service.transports._connection import as_dict as as_dict
+from agn_optax.service.transports._interfaces import interface_of as interface_of
 from agn_optax.service.wire import _fingerprint as fingerprint  # noqa: F401
 
 __all__ = [

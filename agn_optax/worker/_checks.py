@@ -20,7 +20,7 @@ from agn_optax.worker._programs import Looked
 _LEAST_DELAY = 0.1  # s, beyond what the link should take: less is a busy machine's
 _LEAST_SECONDS = 1e-4  # of an exchange, as far as rates can be measured
 _IN_A_ROW = 3  # slow exchanges that are needed for a notice
-_GROWS_FOR = 10  # exchanges
+_GROWS_FOR = 9  # times, between ten exchanges
 
 
 class Checks:

@@ -108,13 +108,10 @@ def programs(
         state: LocalState, params: PyTree, anchor: PyTree
     ) -> tuple[PyTree, PyTree, Looked]:
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
-        looked = look(state, params, anchor, codec_state)
-        return contribution, codec_state, looked
+        return contribution, codec_state, look(state, params, anchor)
 
-    def look(
-        state: LocalState, params: PyTree, anchor: PyTree, codec_state: PyTree
-    ) -> Looked:
-        norms = rounds.residual_norms(rule, state, params, anchor, codec_state)
+    def look(state: LocalState, params: PyTree, anchor: PyTree) -> Looked:
+        norms = rounds.residual_norms(rule, state, params, anchor)
         return Looked(state.local_steps, norms)
 
     def reset(
@@ -153,7 +150,7 @@ def programs(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
     ) -> tuple[PyTree, rounds.Sent, LocalState, Looked]:
         contribution, begun = rounds.send_and_begin(rule, state, params, anchor)
-        looked = look(state, params, anchor, begun.codec_state)
+        looked = look(state, params, anchor)
         copied = params if keeps_sent else None
         contribution, copied = rounds.overwrite(spare, (contribution, copied))
         return contribution, rounds.Sent(copied, state.local_steps), begun, looked

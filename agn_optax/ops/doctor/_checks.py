@@ -20,7 +20,9 @@ from agn_optax.service import (
     address,
     fingerprint,
     handshake,
+    interface_of,
     publishing,
+    sockets,
     wire,
 )
 
@@ -52,6 +54,7 @@ class Checks:
       rule: rule to compare with the center's; None for no comparison.
       timeout: seconds that a call may take.
       tls: TLS settings of this end; None for plain text.
+      interface: name of the network interface to use; None for any.
     """
 
     address: str
@@ -60,6 +63,7 @@ class Checks:
     _: dataclasses.KW_ONLY
     timeout: float
     tls: Tls | None
+    interface: str | None = None
     _center: Any = dataclasses.field(init=False, default=None)
     _description: Any = dataclasses.field(init=False, default=None)
 
@@ -105,13 +109,22 @@ class Checks:
 
     def _check_connection(self) -> _Outcome:
         try:
-            handshake.connect(self.address, self.timeout).close()
+            with handshake.connect(self.address, self.timeout) as sock:
+                interface = interface_of(sockets.local_address(sock))
         except OSError as error:
             return "failed", (
                 f"nothing listens at {self.address}: {error}. Is the center running, "
                 "and does a firewall let you through?"
             )
-        return "ok", f"connected to {self.address}"
+        over = f" over interface {interface!r}" if interface else ""
+        text = f"connected to {self.address}{over}"
+        expected = self.interface
+        if interface and expected not in (None, interface):
+            return "warning", (
+                f"{text}, and {expected!r} was expected: give an address of the center "
+                "in the network of that interface, or change the routes of this machine"
+            )
+        return "ok", text
 
     def _check_encryption(self) -> _Outcome:
         self._center = self.observer()
