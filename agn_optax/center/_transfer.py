@@ -15,8 +15,8 @@ from agn_optax._internal import check
 class ExpectedLink:
     """How exchanges are expected to travel between a worker and its center.
 
-    A worker warns if they travel in another way, or ten times slower than expected:
-    see `agn_optax.checks`. None expects nothing.
+    A worker warns if they travel in another way, or ten times slower than expected (see
+    `agn_optax.center.Thresholds`). None expects nothing.
 
     Args:
       rate: bytes per second that the link moves, a positive number. Without it,

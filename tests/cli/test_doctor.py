@@ -170,7 +170,7 @@ def test_doctor_reports_an_unreachable_direct_port():
 def test_doctor_compares_the_interface_with_the_expected_one(server):
     found = checks(server.address, "--interface=lo", code=0)["connection"]
     assert found == ("ok", f"connected to {server.address} over interface 'lo'")
-    said = fails("doctor", server.address, "--interface=none0", code=1)
+    said = fails("doctor", server.address, "--interface=none0", code=2)
     assert "interface must be one of this machine's" in said
 
 
