@@ -280,7 +280,7 @@ class Notices:
         for name, row in CHECKS.items():
             if row.observer != "worker":
                 continue
-            if name in texts and self.is_on(name):
+            if name in texts and self.threshold(name) is not None:
                 self._start(Notice(name, worker, texts[name], row.remedy))
             else:
                 with self._lock:

@@ -40,8 +40,7 @@ from agn_optax._internal import check, trees
 from agn_optax.round import _parts
 from agn_optax.round._parts import Parts
 from agn_optax.round.placements import WHOLE, Layout
-from agn_optax.rules import Rule, discounted, extra_arguments, robust
-from agn_optax.rules.codecs import ErrorFeedbackState
+from agn_optax.rules import Rule, codecs, discounted, extra_arguments, robust
 
 PyTree = Any
 
@@ -230,7 +229,7 @@ def residual_norms(
     Returns:
       Two float32 numbers; None if `error_feedback` is not part of the codec.
     """
-    states = trees.nodes(state.codec_state, ErrorFeedbackState)
+    states = trees.nodes(state.codec_state, codecs.ErrorFeedbackState)
     if not states:
         return None
     residuals = [kept.residual for _, kept in states]

@@ -72,7 +72,7 @@ def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
     return Submission(
         contribution=contribution,
         reported={name[:MAX_REPORTED]: value for name, value in reported},
-        notices={name: _line(text) for name, text in message.notices.items()},
+        notices={k: _line(text) for k, text in message.notices.items()} or None,
         **_present(message, _SUBMITTED),
     )
 
