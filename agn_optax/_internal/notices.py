@@ -182,10 +182,10 @@ CHECKS = {
     ),
     "slow_exchange": Check(
         "worker",
-        "three exchanges in a row took {threshold:g} times as long as their link "
-        "should take, and 0.1 s longer, without the time at the center. What the link "
-        "should take is given by ExpectedLink(rate=...), or by the worker's best rate "
-        "so far",
+        "five exchanges in a row took {threshold:g} times as long as their link should "
+        "take, and 0.1 s longer, or one took 10 s longer; without the time at the "
+        "center. What the link should take is given by ExpectedLink(rate=...), or by "
+        "the worker's best rate so far",
         "an exchange of worker {worker!r} took {seconds:.3g} s, {value:.3g} times as "
         "long as expected: {link}",
         "look at what else uses the network, and run agn-optax doctor from this "

@@ -17,9 +17,11 @@ from agn_optax.center import Transfer
 from agn_optax.rules import Rule
 from agn_optax.worker._programs import Looked
 
-_LEAST_DELAY = 0.1  # s, beyond what the link should take: less is a busy machine's
+# Seconds beyond what the link should take: less is noise of a busy machine, and more is
+# said after a single exchange.
+_LEAST_LOSS, _GREAT_LOSS = 0.1, 10.0
 _LEAST_SECONDS = 1e-4  # of an exchange, as far as rates can be measured
-_IN_A_ROW = 3  # slow exchanges that are needed for a notice
+_IN_A_ROW = 5  # slow exchanges that are needed for a notice otherwise
 _GROWS_FOR = 9  # times, between ten exchanges
 
 
@@ -108,8 +110,8 @@ class Checks:
     def _delay_of(self, transfer: Transfer) -> tuple[float, str, float]:
         """Return how many times slower than expected an exchange was.
 
-        Only several slow exchanges in a row count, because an exchange can be slow
-        once on any machine.
+        Unless much time was lost, only several slow exchanges in a row count, because
+        an exchange can be slow once on any machine.
 
         Returns:
           The factor, and the link and its seconds for the notice.
@@ -121,8 +123,10 @@ class Checks:
             expected, source = self._rates.get(address, rate), "its best so far"
         self._rates[address] = max(rate, self._rates.get(address, rate))
         usual = transfer.nbytes / expected
+        loss = seconds - usual
         last = self._delays.setdefault(address, deque(maxlen=_IN_A_ROW))
-        last.append(seconds / usual if seconds > usual + _LEAST_DELAY else 0.0)
+        factor = seconds / usual if loss > _LEAST_LOSS else 0.0
+        last.extend([factor] * (_IN_A_ROW if loss > _GREAT_LOSS else 1))
         link = (
             f"{_way(transfer)} at {_shown(rate)}, and {_shown(expected)} was expected "
             f"({source})"

@@ -13,9 +13,16 @@ from helpers import network, ports, sessions, shared
 import agn_optax
 from agn_optax import codecs, errors, service
 from agn_optax._internal import notices
-from agn_optax.center import BoundedStaleness, Submission, Synchronous, Thresholds
+from agn_optax.center import (
+    BoundedStaleness,
+    Submission,
+    Synchronous,
+    Thresholds,
+    Transfer,
+)
 from agn_optax.service import ExpectedLink
 from agn_optax.service import center_pb2 as pb
+from agn_optax.worker._checks import Checks
 
 RULE = shared.downpour()
 PARAMS = {"w": jnp.zeros(25_000)}  # 100 KB
@@ -110,15 +117,35 @@ def test_exchange_ten_times_slower_than_the_best_is_said(transport, caplog):
 def test_exchange_ten_times_slower_than_the_given_rate_is_said():
     expected = ExpectedLink(rate=100 * SLOW)
     with proxied("socket", SLOW, expected=expected) as (_, loop, _):
-        notice = loop.exchange_until_found("slow_exchange", most=4)
+        notice = loop.exchange_until_found("slow_exchange")
         assert "and 50 MB/s was expected (as given)" in notice.text
 
 
 def test_link_as_slow_as_its_given_rate_is_not_said():
     expected = ExpectedLink(rate=SLOW)
     with proxied("socket", SLOW, expected=expected) as (_, loop, _):
-        loop.exchange(4)
+        loop.exchange(6)
         assert loop.found == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"), [(0.9, []), (1.5, []), (11.5, ["slow_exchange"])]
+)
+def test_exchange_that_is_slow_once_is_said_if_it_loses_ten_seconds(seconds, found):
+    checks = Checks("anna", RULE, None)
+    usual = Transfer("center:1", "socket", "eth0", 10**6, 0.1)
+    slow = usual._replace(seconds=seconds)
+    for transfer, names in ((usual, []), (slow, found), (usual, [])):
+        checks.after_exchange([transfer])
+        assert [notice.check for notice in checks.notices.current()] == names
+
+
+def test_transfer_that_takes_milliseconds_longer_is_not_said():
+    checks = Checks("anna", RULE, None)
+    usual = Transfer("center:1", "socket", "eth0", 10**4, 0.001)
+    for seconds in (0.001, *[0.09] * 10):
+        checks.after_exchange([usual._replace(seconds=seconds)])
+    assert checks.notices.current() == []
 
 
 def test_time_at_the_center_is_not_that_of_the_link():
