@@ -22,6 +22,7 @@ from agn_optax._internal import check, combinations, in_background
 from agn_optax.center._pieces import Pieces, Share
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._submission import Answer, Snapshot, Submission
+from agn_optax.center._transfer import Transfer
 from agn_optax.round import elementwise, parts
 
 PyTree = Any
@@ -332,6 +333,11 @@ class ShardedSession(Session):
     def resume_token(self) -> Any:
         """The `Session.resume_token` of every shard."""
         return [session.resume_token for session in self._sessions]
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The `Session.transfers` of all shards."""
+        return tuple(t for session in self._sessions for t in session.transfers)
 
     def submit(self, submission: Submission) -> None:
         """Submit every shard's part of a contribution: see `Session.submit`."""

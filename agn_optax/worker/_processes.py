@@ -35,6 +35,7 @@ from agn_optax.center import (
     Share,
     Snapshot,
     Submission,
+    Transfer,
     is_finite,
     not_finite,
     region_of,
@@ -186,6 +187,11 @@ class ProcessesSession(Session):
     def resume_token(self) -> Any:
         """The token of this session: see `Session.resume_token`."""
         return self._session.resume_token
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfers of this process: see `Session.transfers`."""
+        return tuple(self._session.transfers)
 
     def exchange(self, submission: Submission) -> Answer:
         """Exchange with all processes: see `Session.exchange`."""

@@ -398,7 +398,8 @@ class Servicer:
         version, members, waiting = self.core.members()
         is_initialized = self.core.is_initialized
         parameters, nbytes = self._frames.parameters if is_initialized else (0, 0)
-        keeper = self.core.keeper
+        keeper, notices = self.core.keeper, self.core.notices.current()
+        stalled = {x.worker for x in notices if x.check == "missed_periods"}
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
@@ -414,7 +415,9 @@ class Servicer:
             rejected=dict(self.core.ledger.rejections.counts),
             degraded="" if keeper is None else keeper.degraded,
             center=self.core.center_id,
-            workers=self._traffic.statuses(members, waiting),
+            workers=self._traffic.statuses(members, waiting, stalled),
+            notices=[pb.Notice(**notice._asdict()) for notice in notices],
+            **self.core.ledger.totals._asdict(),
         )
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
