@@ -140,7 +140,8 @@ CHECKS = {
         "the last {value} messages of worker {worker!r} point away from those of the "
         "other workers (mean cosine {cosine:.2g})",
         "check the data and labels of this worker, and that all train the same model. "
-        "If their data differ much, take a shorter period",
+        "If their data differ much, take a shorter period. If the loss no longer "
+        "falls, messages undo each other: take a smaller learning rate",
     ),
     "one_by_one": Check(
         "center",
