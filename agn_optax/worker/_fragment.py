@@ -31,8 +31,8 @@ from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._checks import Checks
 from agn_optax.worker._flight import Message, was_not_applied
-from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._layout import Layout, layout_of
+from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import ProcessesCenter
 from agn_optax.worker._programs import Looked, programs
 

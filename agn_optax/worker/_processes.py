@@ -199,7 +199,7 @@ class ProcessesSession(Session):
         if self._has_shards:
             key = f"finite{next(self._agreements)}"
             # Pieces may be on several devices.
-            is_own_finite = all([bool(flag) for flag in map(is_finite, own)])
+            is_own_finite = all(map(bool, map(is_finite, own)))
             finite = self.processes.gather(key, is_own_finite, 2 * self.limit)
             own = own if all(finite) else not_finite(own)
         submission = submission._replace(contribution=own)

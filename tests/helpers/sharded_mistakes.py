@@ -31,7 +31,10 @@ def mistake(function):
     return function
 
 
-def arrays(spec=P("x"), rows=8, dtype=np.float32):
+FIRST = P("x")
+
+
+def arrays(spec=FIRST, rows=8, dtype=np.float32):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     whole = np.ones((rows, 2), dtype)
     sharding = NamedSharding(mesh, spec)

@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from helpers import ports, sharded_mistakes, sharded_worker
-from helpers.support import assert_identical
 from helpers.sharded_worker import SCENARIOS
+from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import service
@@ -102,7 +101,7 @@ def scenarios_of(processes):
 
 
 def check(count, layout, names):
-    """Run scenarios in several processes and in one, and compare centers and workers."""
+    """Run scenarios in several processes and in one, and compare the results."""
     with contextlib.ExitStack() as stack:
         centers = {n: stack.enter_context(served(SCENARIOS[n])) for n in names}
         given = [f"{name}={address}" for name, (_, address) in centers.items()]
@@ -199,7 +198,7 @@ MISTAKES = {
     "model_is_another_one": "parameters of another model",
     "some_leaves_are_local": "NamedSharding on one mesh",
     "center_is_in_this_process": "and a center in this process do not go together",
-    "codec_reads_the_whole_tree": "a codec that reads the whole tree do not go together",
+    "codec_reads_the_whole_tree": "a codec that reads the whole tree do not go",
     "one_process_exchanges_more_often": "must make the same calls",
     "steps_differ": "disagree about exchange 1: steps is",
     "weights_differ": "disagree about exchange 1: weight is",

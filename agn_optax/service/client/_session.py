@@ -313,8 +313,9 @@ class RemoteSession(Session):
             self._missing_since = math.inf
             raise errors.CenterError(
                 f"processes {list(waiting.missing)} of worker {self.worker!r} have not "
-                f"joined, or not sent their pieces, within {timeout:g} s: all processes "
-                "of a worker must make the same calls of start, exchange and flush"
+                f"joined, or not sent their pieces, within {timeout:g} s: all "
+                "processes of a worker must make the same calls of start, exchange "
+                "and flush"
             )
         return True
 

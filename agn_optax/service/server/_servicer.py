@@ -19,13 +19,13 @@ from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service.security._access import Authenticator, Caller
 from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._rate_limits import MAX_WAIT
-from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._assembly import (
     Assembly,
     FirstParameters,
     Part,
     check_regions,
 )
+from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._exchanges import WAITING, Exchanges, waiting_for
 from agn_optax.service.server._settings import Limits
 from agn_optax.service.server._status import WorkerTraffic
