@@ -67,7 +67,7 @@ class Config:
 
 
 def train(config: Config, optimizer: Any, hook: Any = None, rank: int = 0) -> Any:
-    vocabulary, key = hax.Axis("vocab", 64), jax.random.key(0)
+    vocabulary, key = hax.Axis("vocab", 64), jax.random.PRNGKey(0)
     rows = np.arange(32) * (np.arange(480)[:, None] % 7 + 1) + rank  # to be learned
     data = [lm_model.LmExample.causal(hax.named(x % 64, "position")) for x in rows]
     # The trainer takes the mean. Levanter's mean with a mask does not run on JAX 0.10.
