@@ -87,7 +87,7 @@ def test_kauldron_trains_with_a_center_in_its_optimizer(tmp_path):
     assert int(state.opt_state.exchanges) == 4
 
 
-def test_flax_model_of_transformers_trains_with_a_center_in_its_optimizer():
+def test_flax_model_of_transformers_trains_with_a_center_in_its_optimizer(tmp_path):
     (transformers,) = installed("transformers")
     if not hasattr(transformers, "FlaxBertForSequenceClassification"):
         pytest.skip("Transformers 5 has no Flax models")
@@ -114,4 +114,7 @@ def test_flax_model_of_transformers_trains_with_a_center_in_its_optimizer():
         state, value = step(state)
         losses.append(float(value))
     assert losses[-1] < losses[0]
-    assert_adopted(state.params, agn_optax.center_params(state.opt_state))
+    center = agn_optax.center_params(state.opt_state)
+    assert_adopted(state.params, center)
+    model.save_pretrained(tmp_path, params=center)
+    assert_adopted(type(model).from_pretrained(tmp_path).params, center)

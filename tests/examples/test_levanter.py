@@ -38,7 +38,7 @@ YAML = PROGRAM.with_suffix(".yaml")
 
 
 def configured(folder, steps, *arguments):
-    """Return the program's settings, with checkpoints in a folder at each fifth step."""
+    """Return the program's settings; each fifth step writes a checkpoint."""
     trainer = {
         "id": "run",
         "num_train_steps": steps,
@@ -95,6 +95,7 @@ def test_preempted_worker_goes_on_from_the_center_with_its_own_moments(tmp_path)
             state = example.train(config, worker.tx, hook, rank=int(not chief)).state
             found = arrays(center.pull().params)
             support.assert_identical(arrays(state.trainable_model), found)
+            assert "learning_rate" in state.opt_state.inner_state.hyperparams
             return hook, found, worker.exchanges
 
     with service.serve(rule, address="127.0.0.1:0") as server:
