@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import combinations
+from agn_optax._internal import combinations, trees
 from agn_optax._internal.processes import Processes
 from agn_optax.center import (
     Answer,
@@ -93,10 +93,13 @@ class ProcessesCenter:
             "ids", [resume_token or self._new_token(), uuid.uuid4().hex], limit
         )
         share = shares_of(group, params, jax.process_index(), processes.indices)
+        model = trees.describe(share.like)
+        specs = json.dumps([str(s.spec) for s in self._layout.shardings])
         own = {
             "worker": worker,
-            "model": [str(share.like)[:200], _digest(share.like)],
-            "shardings": _digest([str(s.spec) for s in self._layout.shardings]),
+            # Not the tree's structure: its text may have addresses of functions.
+            "model": [", ".join(map(str, model.leaves))[:200], model.hash.hex()],
+            "shardings": hashlib.sha256(specs.encode()).hexdigest()[:12],
         }
         everyone = processes.gather("who", own, limit)
         for name, value in own.items():
@@ -379,10 +382,3 @@ def _all_results(
 
 def _tuples(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _digest(value: Any) -> str:
-    text = str(jax.tree.structure(value)) + json.dumps(
-        [str(leaf) for leaf in jax.tree.leaves(value)]
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
