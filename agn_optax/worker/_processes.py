@@ -25,7 +25,6 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import combinations, trees
-from agn_optax._internal.processes import Processes
 from agn_optax.center import (
     Answer,
     Center,
@@ -88,7 +87,7 @@ class ProcessesCenter:
             shardings.
         """
         limit = self._center.timeout
-        processes = Processes(self._layout.processes, f"join{next(_joins)}")
+        processes = agreement.Processes(self._layout.processes, f"join{next(_joins)}")
         token, group = processes.share(
             "ids", [resume_token or self._new_token(), uuid.uuid4().hex], limit
         )
@@ -172,7 +171,7 @@ class ProcessesSession(Session):
         center: Any,
         layout: Layout,
         share: Share,
-        processes: Processes,
+        processes: agreement.Processes,
     ) -> None:
         self._session, self._center = session, center
         self.worker, self.session_id = session.worker, session.session_id
@@ -333,7 +332,7 @@ def _on_device(tree: PyTree, device: Any, shape: tuple[int, ...]) -> PyTree:
 
 
 def _in_all(
-    processes: Processes,
+    processes: agreement.Processes,
     key: str,
     call: Callable[[], Any],
     limit: Callable[[Any], float],
@@ -345,7 +344,7 @@ def _in_all(
 
 
 def _all_results(
-    processes: Processes,
+    processes: agreement.Processes,
     key: str,
     call: Callable[[], Any],
     limit: Callable[[Any], float],

@@ -13,7 +13,9 @@ PyTree = Any
 # encoded contribution.
 Kind = Literal["params", "state", "sent"]
 # ``(function, kinds of arguments, kinds of results, arguments)`` -> results.
-OnPieces = Callable[[Callable[..., Any], tuple[Kind, ...], Any, tuple[PyTree, ...]], Any]
+OnPieces = Callable[
+    [Callable[..., Any], tuple[Kind, ...], Any, tuple[PyTree, ...]], Any
+]
 
 
 def by_pieces(codec: Codec, on_pieces: OnPieces) -> Codec:
