@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import combinations, trees
+from agn_optax._internal import agreement, combinations, trees
 from agn_optax.center import (
     Answer,
     Center,
