@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,20 +73,30 @@ class FirstParameters:
       group: id of the chief's processes.
       schema: schema of the parameters.
       buffers: buffers.
+
+    Attributes:
+      received: time when the last pieces came; monotonic seconds.
     """
 
     def __init__(self, group: str, schema: Schema, buffers: Buffers) -> None:
-        self.group = group
+        self.group, self.received = group, time.monotonic()
         self._whole = Whole(schema, buffers)
         self._owned: dict[int, tuple[Region, ...]] = {}  # by process
 
-    def add(self, share: Share, arrays: Sequence[np.ndarray]) -> PyTree:
+    def add(self, share: Share, schema: Schema, arrays: Sequence[np.ndarray]) -> PyTree:
         """Add the pieces of a process; return the parameters once all are there.
 
         Raises:
-          InvalidArgumentError: the shares do not cover each leaf once.
+          InvalidArgumentError: the processes have different parameters, or the shares
+            do not cover each leaf once.
         """
-        schema = self._whole.schema
+        if difference := schema.difference(
+            self._whole.schema, f"process {share.process} has", "another process has"
+        ):
+            raise errors.InvalidArgumentError(
+                f"the processes of a chief disagree about the parameters: {difference}"
+            )
+        self.received = time.monotonic()
         self._whole.write(share.owned, arrays)
         self._owned[share.process] = share.owned
         if len(self._owned) < share.processes:
@@ -124,12 +135,12 @@ class Assembly:
         self._joins = 0  # number of joins of all processes
         self._closers: dict[int, Callable[[], None]] = {}  # by process
         self._shares: dict[int, Share] = {}  # by process, of all that have joined
-        self._is_checked = False
+        self._checking, self._is_checked = threading.Lock(), False
         # The exchange under way.
         self._key: Key = (-1, 0)
         self._about: Submission | None = None  # plain fields, equal in all processes
         self._whole: Whole | None = None
-        self._arriving: set[int] = set()  # processes that have begun to send
+        self._arriving: dict[int, object] = {}  # parts that send, by process
         self._arrived: set[int] = set()
         self._is_submitted = False  # whether the core has the whole message
         self._acknowledged: set[int] = set()
@@ -149,6 +160,11 @@ class Assembly:
                 f"{share.processes} and {self.processes}"
             )
         with self._changed:
+            if self._shares.get(share.process, share) != share:
+                raise errors.WorkerStateError(
+                    f"process {share.process} of worker {self.worker!r} has joined "
+                    "again with other regions; start() again with all processes"
+                )
             self._joins += 1
             number = self._joins
             close_old = self._closers.get(share.process)
@@ -172,6 +188,7 @@ class Assembly:
         # Called under the core's lock, which threads take that hold this object's lock.
         if number == self._joins:  # else a process has joined again
             self.is_closed = True
+            self._whole = self._kept = None
             for close in [*self._closers.values()]:
                 close()
 
@@ -191,20 +208,25 @@ class Assembly:
     def check(self) -> None:
         """Check the shares of all processes against the center's tree, once.
 
+        After a restart of the center some may not have joined again.
+
         Raises:
           InvalidArgumentError: they do not cover each leaf once.
         """
-        if not self._is_checked:
+        with self._checking:
+            if self._is_checked:
+                return
             shares, schema = [*self._shares.values()], self._frames.schemas.center
             for share in shares:
                 check_regions(share, schema)
-            _check_cover([share.owned for share in shares], schema)
-            self._is_checked = True
+            if len(shares) == self.processes:
+                _check_cover([share.owned for share in shares], schema)
+                self._is_checked = True
 
     # An exchange.
 
-    def begin(self, process: int, key: Key) -> None:
-        """Record that a process begins to send its pieces of an exchange.
+    def begin(self, process: int, key: Key, part: object) -> None:
+        """Record that a part of this begins to receive a process's pieces.
 
         Raises:
           WorkerStateError: the other processes have gone on to a later exchange.
@@ -218,12 +240,18 @@ class Assembly:
                 )
             if key > self._key:
                 self._key, self._about, self._whole = key, None, None
-                self._arriving, self._arrived = set(), set()
+                self._arriving, self._arrived = {}, set()
                 self._is_submitted = False
                 self._acknowledged = set()
                 self._kept = self._failure = None
-            self._arriving.add(process)
+            self._arriving[process] = part
             self._changed.notify_all()
+
+    def end(self, process: int, part: object) -> None:
+        """Record that a part receives no more: its connection may have broken."""
+        with self._changed:
+            if self._arriving.get(process) is part:
+                del self._arriving[process]
 
     def add(self, share: Share, key: Key, submission: Submission, arrays: Any) -> None:
         """Add a process's pieces; the last process submits the whole message.
@@ -233,36 +261,41 @@ class Assembly:
         """
         is_over = key[0] <= self._session.completed()
         with self._changed:
-            if self._key != key or self._kept or share.process in self._arrived:
+            if self._failure is not None and self._key == key:
+                raise copy.copy(self._failure)
+            is_known = self._kept or share.process in self._arrived
+            if self.is_closed or self._key != key or is_known:
                 return
             about = submission.without_arrays()
             self._about = self._about or about
-            if about != self._about:
+            whole = schema = None
+            if not is_over and share.owned:  # others may send a narrower dtype
+                schema = self._frames.assembled_schema(arrays)
+                whole = self._whole = self._whole or Whole(schema, self._buffers)
+            difference = _difference(about, self._about)
+            if whole and schema and whole.schema.hash != schema.hash:
+                difference = f"dtypes are {schema.dtypes} and {whole.schema.dtypes}"
+            if difference:
                 error = errors.InvalidArgumentError(
                     f"the processes of worker {self.worker!r} disagree about "
-                    f"exchange {key[0]}: {_difference(about, self._about)}"
+                    f"exchange {key[0]}: {difference}"
                 )
                 self._fail(error)
                 raise error
-            if self._whole is None and not is_over:
-                self._whole = Whole(
-                    self._frames.assembled_schema(arrays), self._buffers
-                )
-            whole = self._whole
-        if not is_over:
-            assert whole is not None
+        if whole is not None:
             whole.write(share.owned, arrays)
         with self._changed:
-            if self._key != key:
-                return
+            if self._key != key or share.process in self._arrived:
+                return  # another connection of this process was faster
             self._arrived.add(share.process)
             is_last = len(self._arrived) == self.processes and not is_over
             if is_last:
-                self._whole = None
-        if is_last:
-            assert whole is not None
+                whole, self._whole = self._whole, None
+        if is_last and not self.is_closed:
+            whole = whole or Whole(self._frames.assembled_schema([]), self._buffers)
             contribution = self._frames.assembled(whole.schema, whole.buffer)
             try:
+                self.check()
                 self._session.submit(submission._replace(contribution=contribution))
             except Exception as error:
                 with self._changed:
@@ -316,11 +349,12 @@ class Assembly:
         return self._is_submitted or key[0] <= self._session.completed()
 
     def missing(self, key: Key) -> list[int]:
-        """Return the processes that have not begun to send their pieces."""
+        """Return the processes that have not sent their pieces, and do not send."""
         with self._changed:
             if self._is_whole(key):
                 return []
-            return [i for i in range(self.processes) if i not in self._arriving]
+            known = self._arrived | self._arriving.keys()
+            return [i for i in range(self.processes) if i not in known]
 
     def acknowledge(self, process: int, sequence: int) -> None:
         """Release the answer once all processes have acknowledged it."""
@@ -366,12 +400,20 @@ class Part:
     def begin(self, message: pb.Message) -> None:
         """Begin to receive a message."""
         self._key = message.sequence, message.attempt
-        self._assembly.begin(self._share.process, self._key)
+        self._assembly.begin(self._share.process, self._key, self)
+
+    def end(self) -> None:
+        """Receive no more of a message."""
+        self._assembly.end(self._share.process, self)
 
     def submit(self, submission: Submission) -> None:
         """Add this process's pieces to the message."""
-        contribution = submission.contribution
-        self._assembly.add(self._share, self._key, submission.checked(), contribution)
+        pieces, frames = submission.contribution, self._assembly._frames
+        if not frames.sends_elements and pieces:
+            dtypes = frames.schemas.center.numpy_dtypes
+            shapes = tuple((r.shape, dtypes[r.leaf]) for r in self._share.owned)
+            pieces = _decode(frames.rule, shapes)(pieces)
+        self._assembly.add(self._share, self._key, submission.checked(), pieces)
 
     def answer(self, sequence: int, timeout: float) -> KeptAnswer | None:
         """Return the answer to this process's exchange: see `LocalSession.answer`."""
@@ -422,7 +464,7 @@ class Part:
         return self._assembly._frames.checked_schema(message, self.schemas.message)
 
     def contribution(self, schema: Schema, buffer: np.ndarray) -> PyTree:
-        """Return the pieces in a received buffer, decoded if they are encoded."""
+        """Return the pieces in a received buffer, which `submit` decodes."""
         frames = self._assembly._frames
         if not schema.leaves:
             return []
@@ -430,13 +472,9 @@ class Part:
         like = [
             jax.ShapeDtypeStruct(r.shape, dtypes[r.leaf]) for r in self._share.owned
         ]
-        pieces = _trees.build(
+        return _trees.build(
             schema, schema.views(buffer), rounds.contribution_like(rule, like)
         )
-        if frames.sends_elements:
-            return pieces
-        shapes = tuple((r.shape, dtypes[r.leaf]) for r in self._share.owned)
-        return _decode(rule, shapes)(pieces)
 
     def answer_frame(self, version: Version, answer: Answer) -> Frame:
         """Return the frame with this process's pieces of an answer."""

@@ -17,7 +17,7 @@ from agn_optax.center import Core, LocalSession, release_arguments
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service.security._access import Authenticator, Caller
-from agn_optax.service.security._call_limits import CallLimits
+from agn_optax.service.security._call_limits import CHIEF_TIMEOUT, CallLimits
 from agn_optax.service.security._rate_limits import MAX_WAIT
 from agn_optax.service.server._assembly import (
     Assembly,
@@ -169,16 +169,15 @@ class Servicer:
             caller.check("Initialize", start.worker)
             if (version := self._initialized_version(start)) is not None:
                 return pb.Initialized(version=version)
-            # The client retries until its timeout, because the other chief may fail.
-            busy = errors.CenterBusyError(
-                "another worker is initializing this center; try again"
-            )
-            with limits.initializations.held(caller.key, busy, WAITING_INTERVAL):
+            with limits.initializations.held(
+                caller.key, _other_chief(), WAITING_INTERVAL
+            ):
                 version = self._initialized_version(start)
                 if version is None:
                     params = self._read_parameters(start, reader, context)
                     if params is not None:  # else pieces of it are still missing
                         version = self.core.initialize(params, worker=start.worker)
+                        self._first_parameters = None  # of a chief that has failed
         return pb.Initialized(version=version)
 
     def _initialized_version(self, start: pb.Start) -> int | None:
@@ -232,13 +231,15 @@ class Servicer:
         check_regions(share, schema)
         pieces = _pieces.piece_schemas(self.core.rule, schema, share).owned
         buffer = reader.read_buffer(pieces, "pieces of the parameters")
-        first = self._first_parameters
+        first, self._first_parameters = self._first_parameters, None
         if first is None or first.group != share.group:
+            if first is not None and time.monotonic() - first.received < CHIEF_TIMEOUT:
+                self._first_parameters = first
+                raise _other_chief()
             first = FirstParameters(share.group, schema, self.buffers)
+        params = first.add(share, schema, pieces.views(buffer))
+        if params is None:
             self._first_parameters = first
-        params = first.add(share, pieces.views(buffer))
-        if params is not None:
-            self._first_parameters = None
         return params
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Frame]:
@@ -322,10 +323,10 @@ class Servicer:
         if not context.add_callback(disconnect):
             session.disconnect()
             return
-        while isinstance(session, Part) and (
-            missing := session.wait_for_processes(WAITING_INTERVAL)
-        ):
-            yield waiting_for(missing)
+        # If all have joined before, others may have their answers, and do not connect.
+        if isinstance(session, Part) and not join.center:
+            while missing := session.wait_for_processes(WAITING_INTERVAL):
+                yield waiting_for(missing)
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield WAITING
         joined = pb.Joined(center=self.core.center_id)
@@ -350,6 +351,7 @@ class Servicer:
         share = _pieces.from_bytes(received.tobytes())
         worker, session_id = join.worker, join.session_id
         with self._joining:
+            self.core.heartbeat(())  # a session whose lease has ended ends now
             kept = {k: a for k, a in self._assemblies.items() if not a.is_closed}
             assembly = kept.get(worker)
             ids = assembly and (assembly.session_id, assembly.group)
@@ -439,6 +441,13 @@ def _check_name(name: str, least: int = 1) -> None:
             f"a worker's name and its session id must have {least} to {_MAX_NAME} "
             f"bytes, got {len(name.encode())}: {name[:40]!r}"
         )
+
+
+def _other_chief() -> errors.CenterBusyError:
+    """Return an error after which a chief tries again, because another may fail."""
+    return errors.CenterBusyError(
+        "another worker is initializing this center; try again"
+    )
 
 
 def _check_share_size(size: int) -> None:
