@@ -169,14 +169,17 @@ class ProcessesSession(Session):
         share: Share,
         processes: Processes,
     ) -> None:
-        self._session = session
+        self._session, self._center = session, center
         self.worker, self.session_id = session.worker, session.session_id
         self._layout, self.share, self.processes = layout, share, processes
+        self._dtypes: list[Any] = []  # of the center; unknown until it is initialized
         # The shards of a center must agree about messages that are not finite.
         self._has_shards = len(getattr(center, "centers", ())) > 1
         self.limit: float = center.timeout
         self._attempts = (0, -1)  # number of an exchange, and its last attempt
-        self._calls = itertools.count()
+        # Numbers of agreements: of exchanges, and of questions whether one is answered,
+        # which another thread asks meanwhile.
+        self._agreements, self._questions = itertools.count(), itertools.count()
 
     @property
     def resume_token(self) -> Any:
@@ -187,7 +190,7 @@ class ProcessesSession(Session):
         """Exchange with all processes: see `Session.exchange`."""
         own = self.pieces_of(submission.contribution)
         if self._has_shards:
-            key = f"finite{next(self._calls)}"
+            key = f"finite{next(self._agreements)}"
             finite = self.processes.gather(key, bool(is_finite(own)), 2 * self.limit)
             own = own if all(finite) else not_finite(own)
         submission = submission._replace(contribution=own)
@@ -209,7 +212,7 @@ class ProcessesSession(Session):
 
     def is_answered(self, done: bool) -> bool:
         """Return whether the first process has its answer, in all processes."""
-        key = f"answered{next(self._calls)}"
+        key = f"answered{next(self._questions)}"
         return bool(self.processes.share(key, done, self.limit))
 
     def submit(self, submission: Submission) -> None:
@@ -252,7 +255,7 @@ class ProcessesSession(Session):
 
         versions = _all_results(
             self.processes,
-            f"exchange {sequence}, call {next(self._calls)}",
+            f"exchange {sequence}, agreement {next(self._agreements)}",
             once,
             # Another process may receive more, or over a slower connection.
             lambda: self.limit + 4 * (time.monotonic() - begin),
@@ -277,13 +280,18 @@ class ProcessesSession(Session):
 
     def _whole(self, pieces: list[np.ndarray]) -> PyTree:
         """Return the wanted pieces as global arrays, in the dtypes of the center."""
+        if not self._dtypes:
+            leaves = jax.tree.leaves(self._center.describe().params)
+            self._dtypes = [leaf.dtype for leaf in leaves]
         by_region = dict(zip(self.share.wanted, pieces, strict=True))
         leaves = []
         for leaf, shape in enumerate(self._layout.shapes):
             sharding = self._layout.shardings[leaf]
             indices = sharding.addressable_devices_indices_map(shape)
             arrays = [
-                jax.device_put(by_region[region_of(index, shape, leaf)], device)
+                jax.device_put(
+                    by_region[region_of(index, shape, leaf)], device
+                ).astype(self._dtypes[leaf])
                 for device, index in indices.items()
                 if index is not None
             ]

@@ -285,7 +285,8 @@ class RemoteSession(Session):
                 if time.monotonic() >= until:
                     self._sent_over = link  # the answer is still expected
                     return None
-            schema = self._schemas().answer
+            schemas = self._schemas()
+            schema = schemas.answer if sequence else schemas.center
             return self._remote.answer_in(header, link, sequence, schema)
 
     def _is_missing(self, waiting: pb.Waiting) -> bool:

@@ -440,7 +440,8 @@ class Part:
 
     def answer_frame(self, version: Version, answer: Answer) -> Frame:
         """Return the frame with this process's pieces of an answer."""
-        schema = self.schemas.answer
+        # The first center is sent exactly, as by a pull.
+        schema = self.schemas.answer if answer.sequence else self.schemas.center
         leaves = self._assembly._frames.host_leaves(version)
         arrays = [leaves[r.leaf][r.slices] for r in self._share.wanted]
         snapshot = snapshot_of(answer, schema_hash=schema.hash)
