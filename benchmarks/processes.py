@@ -10,11 +10,13 @@ parameters that are sharded over all of them (FSDP). The center has another proc
 Each form is a job of new processes, which exchange once more than is measured. Jobs run
 one at a time, in turns. "seconds" are from the call of the last process until the last
 one has its parameters: the median, and the [least, most] of all jobs; "ratio" is the
-median relative to one process's. "above" is how much a process's memory grows during an
-exchange (VmHWM, reset before it, without VmRSS): the most of all processes and
-exchanges, in MB and in sizes of the process's own pieces, which are the model divided
-by the processes. On a CPU, that has the contribution, which would be in the memory of
-an accelerator, and the answer. "center" is the center's peak in models.
+median relative to one process's. "CPU" is the median of the seconds of all cores, also
+those of the center, which depend less on other load. "above" is how much the memory of
+a process grows during an exchange (VmHWM, reset before it, without VmRSS): the most of
+all processes and exchanges, in MB and in sizes of the process's own pieces, which are
+the model divided by the processes. On a CPU, that has the contribution, which would be
+in the memory of an accelerator, and the answer. "center" is the center's peak in
+models.
 
     python benchmarks/processes.py --megabytes 1000 --transports memory socket
 """
@@ -128,14 +130,15 @@ def local_step() -> None:
     _job["loop"].params = jax.block_until_ready(_job["step"](_job["loop"].params))
 
 
-def exchange() -> tuple[float, float, int]:
-    """Exchange; return the times of begin and end, and the memory above the begin's."""
+def exchange() -> tuple[float, float, float, int]:
+    """Exchange; return the times of begin and end, CPU seconds, and bytes above."""
     loop = _job["loop"]
     held = settle()[1]
-    begun = time.monotonic()
+    cpu, begun = time.process_time(), time.monotonic()
     loop.exchange()
     jax.block_until_ready(loop.params)
-    return begun, time.monotonic(), status("VmHWM") - held
+    ended = time.monotonic()
+    return begun, ended, time.process_time() - cpu, status("VmHWM") - held
 
 
 def moved() -> float:
@@ -186,8 +189,8 @@ class Processes(Benchmark, quick="--megabytes 1 --processes 1 2 --exchanges 1"):
 
     def row(self, form: str, processes: int, jobs: list[Any], one: float) -> Row:
         """Return the table row of a form, from the results of its jobs."""
-        seconds = np.concatenate([each for each, *_ in jobs])
-        above, center = (max(values) for values in list(zip(*jobs, strict=True))[1:])
+        seconds, cpu = (np.concatenate([job[i] for job in jobs]) for i in (0, 1))
+        above, center = (max(job[i] for job in jobs) for i in (2, 3))
         own = 1e6 * self.megabytes / processes
         return {
             "form": form,
@@ -195,13 +198,14 @@ class Processes(Benchmark, quick="--megabytes 1 --processes 1 2 --exchanges 1"):
             "seconds": float(np.median(seconds)),
             "least, most": [float(seconds.min()), float(seconds.max())],
             "ratio": float(np.median(seconds)) / one,
+            "CPU": float(np.median(cpu)),
             "above, MB": above / 1e6,
             "above, own pieces": above / own,
             "center": center / 1e6 / self.megabytes,
         }
 
-    def job(self, transport: str, form: str, processes: int) -> tuple[Any, int, int]:
-        """Run a job; return its seconds, and the memory of a process and the center."""
+    def job(self, transport: str, form: str, processes: int) -> list[Any]:
+        """Run a job; return seconds, CPU seconds, bytes above, and the center's."""
         server, *clients = [self.use(Process()) for _ in range(1 + processes)]
         size = 1e6 * self.megabytes
         base = server.call(begin)
@@ -219,20 +223,22 @@ class Processes(Benchmark, quick="--megabytes 1 --processes 1 2 --exchanges 1"):
         ]
         for each in joined:
             each.result()
-        seconds, above = [], []
+        seconds, cpu, above = [], [], 0
         for i in range(1 + self.exchanges):
             together(local_step)
             if i == 1:
                 server.call(settle)
-            times = np.array(together(exchange))
+            before = server.call(time.process_time)
+            begun, ended, spent, grown = zip(*together(exchange), strict=True)
             if i:  # the first one compiles
-                seconds.append(times[:, 1].max() - times[:, 0].max())
-                above.append(times[:, 2].max())
+                seconds.append(max(ended) - max(begun))
+                cpu.append(sum(spent) + server.call(time.process_time) - before)
+                above = max(above, *grown)
         if set(together(moved)) != {-1.0 - self.exchanges}:
             raise ValueError(f"{form}, {processes} processes: the center is elsewhere")
         center = server.call(status, "VmHWM") - base
         self.stack.close()
-        return seconds, int(max(above)), center
+        return [seconds, cpu, above, center]
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ all begin the exchange anew, with the next number of `Submission.attempt`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.wire import _pieces, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame
+from agn_optax.service.wire._frames import Frame, FrameReader
 from agn_optax.service.wire._schema import Schema
 from agn_optax.service.wire._submission import snapshot_of
 
@@ -59,10 +60,14 @@ class Whole:
         schema.clear_gaps(self.buffer)
         self.views = schema.views(self.buffer)
 
+    def places(self, regions: Sequence[Region]) -> list[np.ndarray]:
+        """Return views of regions, whose leaves are numbered as in the schema."""
+        return [self.views[r.leaf][*r.slices, ...] for r in regions]
+
     def write(self, regions: Sequence[Region], arrays: Sequence[Any]) -> None:
-        """Write arrays to their regions, whose leaves are numbered as in the schema."""
-        for region, array in zip(regions, arrays, strict=True):
-            self.views[region.leaf][region.slices] = array
+        """Write arrays to their regions."""
+        for place, array in zip(self.places(regions), arrays, strict=True):
+            place[...] = array
 
 
 class FirstParameters:
@@ -130,6 +135,8 @@ class Assembly:
         self._about: Submission | None = None  # plain fields, equal in all processes
         self._whole: Whole | None = None
         self._arriving: set[int] = set()  # processes that have begun to send
+        self._writing: set[int] = set()  # processes whose pieces are being written
+        self._written: set[int] = set()  # processes whose pieces have been
         self._arrived: set[int] = set()
         self._is_submitted = False  # whether the core has the whole message
         self._acknowledged: set[int] = set()
@@ -218,17 +225,47 @@ class Assembly:
                 )
             if key > self._key:
                 self._key, self._about, self._whole = key, None, None
-                self._arriving, self._arrived = set(), set()
+                self._arriving, self._written, self._arrived = set(), set(), set()
                 self._is_submitted = False
                 self._acknowledged = set()
                 self._kept = self._failure = None
             self._arriving.add(process)
             self._changed.notify_all()
 
-    def add(
-        self, share: Share, key: Key, submission: Submission, arrays: Any
-    ) -> None:
-        """Add a process's pieces; the last process submits the whole message.
+    @contextlib.contextmanager
+    def writing(self, process: int, key: Key, dtype: str) -> Iterator[Whole | None]:
+        """Lend the whole message within the block, to write a process's pieces.
+
+        Lend None if these are not needed: they are there, or the exchange is over. A
+        connection that was replaced has ended before the next one may write.
+
+        Args:
+          process: the process.
+          key: the exchange.
+          dtype: dtype of its message, see `center.proto`.
+        """
+        is_over = key[0] <= self._session.completed()
+        with self._changed:
+            self._changed.wait_for(lambda: process not in self._writing)
+            whole = None
+            if not (is_over or self._key != key or process in self._written):
+                if self._whole is None:
+                    schema = self._frames.assembled_schema(dtype)
+                    self._whole = Whole(schema, self._buffers)
+                whole = self._whole
+            self._writing.add(process)
+        try:
+            yield whole
+            with self._changed:
+                if whole is not None and whole is self._whole:
+                    self._written.add(process)
+        finally:
+            with self._changed:
+                self._writing.discard(process)
+                self._changed.notify_all()
+
+    def add(self, share: Share, key: Key, submission: Submission) -> None:
+        """Record that a process's pieces are there; the last one submits the message.
 
         Raises:
           WorkerStateError: another process gave other numbers for the same exchange.
@@ -246,19 +283,9 @@ class Assembly:
                 )
                 self._fail(error)
                 raise error
-            if self._whole is None and not is_over:
-                self._whole = Whole(self._frames.assembled_schema(arrays), self._buffers)
-            whole = self._whole
-        if not is_over:
-            assert whole is not None
-            whole.write(share.owned, arrays)
-        with self._changed:
-            if self._key != key:
-                return
             self._arrived.add(share.process)
             is_last = len(self._arrived) == self.processes and not is_over
-            if is_last:
-                self._whole = None
+            whole, self._whole = self._whole, None if is_last else self._whole
         if is_last:
             assert whole is not None
             contribution = self._frames.assembled(whole.schema, whole.buffer)
@@ -355,6 +382,7 @@ class Part:
         self._assembly, self._share, self._closer = assembly, share, closer
         self.worker, self.session_id = assembly.worker, assembly.session_id
         self._key: Key = (0, 0)
+        self._dtype = ""  # of the message
 
     @property
     def is_first(self) -> bool:
@@ -366,12 +394,16 @@ class Part:
     def begin(self, message: pb.Message) -> None:
         """Begin to receive a message."""
         self._key = message.sequence, message.attempt
+        self._dtype = message.dtype
         self._assembly.begin(self._share.process, self._key)
 
     def submit(self, submission: Submission) -> None:
         """Add this process's pieces to the message."""
-        contribution = submission.contribution
-        self._assembly.add(self._share, self._key, submission.checked(), contribution)
+        if submission.contribution is not None:  # else `receive` has written them
+            with self._writing() as whole:
+                if whole is not None:
+                    whole.write(self._share.owned, submission.contribution)
+        self._assembly.add(self._share, self._key, submission.checked())
 
     def answer(self, sequence: int, timeout: float) -> KeptAnswer | None:
         """Return the answer to this process's exchange: see `LocalSession.answer`."""
@@ -421,11 +453,30 @@ class Part:
             return Schema([])
         return self._assembly._frames.checked_schema(message, self.schemas.message)
 
-    def contribution(self, schema: Schema, buffer: np.ndarray) -> PyTree:
-        """Return the pieces in a received buffer, decoded if they are encoded."""
+    def receive(self, schema: Schema, reader: FrameReader) -> PyTree:
+        """Receive this process's pieces of a message, and write them to the message.
+
+        Encoded pieces are decoded and returned instead, for `submit` to write them.
+        """
         frames = self._assembly._frames
+        if not schema.leaves or not frames.sends_elements:
+            return self._decoded(schema, reader.read_buffer(schema, "a message"))
+        with self._writing() as whole:
+            if whole is None:
+                reader.read_buffer(schema, "a message")
+            else:
+                places = whole.places(self._share.owned)
+                reader.read_into(schema, places, "a message")
+        return None
+
+    def _writing(self) -> contextlib.AbstractContextManager[Whole | None]:
+        return self._assembly.writing(self._share.process, self._key, self._dtype)
+
+    def _decoded(self, schema: Schema, buffer: np.ndarray) -> PyTree:
+        """Return the encoded pieces in a buffer, decoded; None if there are none."""
         if not schema.leaves:
-            return []
+            return None
+        frames = self._assembly._frames
         rule, dtypes = frames.rule, frames.schemas.center.numpy_dtypes
         like = [
             jax.ShapeDtypeStruct(r.shape, dtypes[r.leaf]) for r in self._share.owned
@@ -433,8 +484,6 @@ class Part:
         pieces = _trees.build(
             schema, schema.views(buffer), rounds.contribution_like(rule, like)
         )
-        if frames.sends_elements:
-            return pieces
         shapes = tuple((r.shape, dtypes[r.leaf]) for r in self._share.owned)
         return _decode(rule, shapes)(pieces)
 
