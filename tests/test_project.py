@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import io
@@ -17,7 +18,7 @@ import pytest
 import agn_optax
 import agn_optax.service
 from agn_optax import errors
-from agn_optax._internal import combinations
+from agn_optax._internal import combinations, notices
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(agn_optax.__file__).parent  # the checkout or the installed wheel
@@ -474,6 +475,38 @@ def test_error_of_a_combination_says_what_came_and_why(features):
     assert str(error.value) == (
         f"{first} and {second} do not go together, got a=1, b=2: {reason}"
     )
+
+
+def test_page_of_notices_has_exactly_the_rows_of_the_table():
+    lines = (ROOT / "docs/notices.md").read_text().splitlines()
+    found = [line.strip("| ").split(" | ") for line in lines if line[:2] == "| "]
+    assert found[2:] == [
+        [
+            f"`{name}`",
+            row.observer,
+            f"{getattr(notices.Thresholds, name):g}",
+            notices.condition(name),
+            row.remedy,
+        ]
+        for name, row in notices.CHECKS.items()
+    ]
+
+
+def test_every_check_has_a_threshold():
+    fields = dataclasses.fields(notices.Thresholds)
+    assert [field.name for field in fields] == list(notices.CHECKS)
+
+
+def test_every_check_of_the_center_is_measured():
+    measured = {
+        ast.literal_eval(node.args[0])
+        for path in (PACKAGE / "center").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("notices.measure")
+    }
+    rows = notices.CHECKS.items()
+    assert measured == {name for name, row in rows if row.observer == "center"}
 
 
 def test_readme_is_short():

@@ -3,6 +3,7 @@
 - `arguments`: functions whose arguments are the fields of a dataclass
 - `check`: checks of callers' arguments
 - `combinations`: features that do not go together, with the reason
+- `notices`: what is said when training goes wrong but does not stop
 - `trees`: functions on trees that `optax.tree` lacks
 - `description`: the leaves of a tree, as data that can be compared and stored
 - `layout`: offsets of leaves in one flat buffer
@@ -20,6 +21,7 @@ from agn_optax._internal import combinations as combinations
 from agn_optax._internal import description as description
 from agn_optax._internal import extras as extras
 from agn_optax._internal import layout as layout
+from agn_optax._internal import notices as notices
 from agn_optax._internal import trees as trees
 from agn_optax._internal.attempts import attempt as attempt
 from agn_optax._internal.background import in_background as in_background
@@ -27,5 +29,8 @@ from agn_optax._internal.background import keep_running as keep_running
 from agn_optax._internal.description import Description as Description
 from agn_optax._internal.description import Leaf as Leaf
 from agn_optax._internal.files import write_whole as write_whole
+from agn_optax._internal.notices import Notice as Notice
+from agn_optax._internal.notices import Notices as Notices
+from agn_optax._internal.notices import Thresholds as Thresholds
 from agn_optax._internal.retries import Outage as Outage
 from agn_optax._internal.retries import retry as retry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,14 @@ def nbytes(tree: PyTree, dtype: Any = None) -> int:
         return sum(leaf.size for leaf in leaves) * jnp.dtype(dtype).itemsize
     # Random keys have a size, too, but no dtype of NumPy.
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def digest(tree: PyTree) -> str:
+    """Return a hash of all paths, dtypes, shapes and values of a tree of arrays."""
+    hashed = hashlib.blake2b(describe(tree).hash, digest_size=16)
+    for leaf in jax.tree.leaves(tree):
+        hashed.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    return hashed.hexdigest()
 
 
 def describe(tree: PyTree, dtype: Any = None) -> Description:

@@ -10,10 +10,13 @@ functions centers and workers call. Names imported `as` themselves are not publi
 layers above use them.
 """
 
+from agn_optax._internal import Thresholds
 from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
+from agn_optax.center._inspector import LOOK_INTERVAL as LOOK_INTERVAL
 from agn_optax.center._ledger import Member as Member
+from agn_optax.center._ledger import Totals as Totals
 from agn_optax.center._limits import Limits
 from agn_optax.center._local import LocalCenter
 from agn_optax.center._local import PackedCenter as PackedCenter
@@ -42,6 +45,8 @@ from agn_optax.center._store import Version as Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center._submission import plain as plain
 from agn_optax.center._submission import plain_fields as plain_fields
+from agn_optax.center._transfer import ExpectedLink as ExpectedLink
+from agn_optax.center._transfer import Transfer as Transfer
 from agn_optax.center.durability import Journal
 
 __all__ = [
@@ -58,4 +63,5 @@ __all__ = [
     "Snapshot",
     "Submission",
     "Synchronous",
+    "Thresholds",
 ]

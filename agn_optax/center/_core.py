@@ -21,6 +21,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +29,12 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations
+from agn_optax._internal import Notices, check, combinations, in_background
+from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
-from agn_optax.center._store import CenterState, Store, Version
+from agn_optax.center._store import CenterState, Store, Version, log_version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center.durability import Image, Keeper
 
@@ -59,6 +61,7 @@ class _WaitingMessage:
 
     submission: Submission  # with its contribution as the store takes it
     norm: Any
+    sample: Any  # see `Store.measure`
     # One condition per message: a shared one would wake up all workers every time.
     done: threading.Condition  # notified when the message no longer waits
 
@@ -86,6 +89,7 @@ class Core:
         updates were lost.
       ledger: the ledger; read it only under `atomically`.
       keeper: saves the center on disk; None without a durability.
+      notices: what goes wrong now.
     """
 
     def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
@@ -98,6 +102,12 @@ class Core:
                 "a center that is not synchronous",
                 f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
             )
+        self.notices = Notices(settings.thresholds)
+        # Workers of an elastic rule spread around the center: their messages differ.
+        compares = self.notices.threshold("apart") and rule.adopts == "after"
+        self._inspector = Inspector(self.notices, compares=bool(compares))
+        self._next_look = 0.0  # time, s
+        self._measure_one_by_one()
         self._dtype = check.float_dtype(settings.dtype, "dtype")
         self._device = settings.find_device()
         self._flatten = flatten
@@ -109,6 +119,8 @@ class Core:
         self._failures: dict[str, tuple[int, Exception]] = {}  # sequence and error
         self._connection_closers: dict[str, Callable[[], None]] = {}  # by worker
         self._closed = ""
+        self._is_end_logged = False
+        self._logging: Future[None] | None = None  # the first line about a version
         # Name of the worker that initialized the center; "" if the center was created
         # with its parameters. None if any worker may call `initialize`.
         self._chief: str | None = None
@@ -163,6 +175,7 @@ class Core:
 
     def members(self) -> tuple[int | None, dict[str, Member], set[str]]:
         """Return the version (None: not initialized), members and waiting workers."""
+        self.look()
         with self._changed:
             self._apply_due()
             version = None if self._store is None else self._store.current.number
@@ -228,7 +241,9 @@ class Core:
         """Return a consistent copy of the center's complete state, for a checkpoint."""
         with self._changed:
             store, copied = self.store, self.store.copy()
-        return store.unpacked(copied)
+        state = store.unpacked(copied)
+        log_version("the center is copied for a checkpoint", lambda: state)
+        return state
 
     # Start and end.
 
@@ -279,6 +294,20 @@ class Core:
             self._changed.notify_all()
         if self.keeper is not None:
             self.keeper.close()
+
+    def log_end(self) -> None:
+        """Log the last version of a closed center, and what its workers have made."""
+        with self._changed:
+            if self._store is None or self._is_end_logged:
+                return
+            self._is_end_logged = True
+            totals = {name: x.totals for name, x in self.ledger.known().items()}
+        if self._logging is not None:
+            wait([self._logging])
+        for name, total in totals.items():
+            _log.info("worker %r: %s", name, total)
+        _log.info("all workers: %s", self.ledger.totals)
+        log_version("the center ends", self._store.save)
 
     def wait_until_closed(self, timeout: float | None = None) -> bool:
         """Return whether the center has ended, now or within ``timeout`` seconds."""
@@ -365,10 +394,13 @@ class Core:
         # The core does not use the field `reported`.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
-            norm: Any = store.norm(contribution, version.params)
+            norm, sample = store.measure(
+                contribution, version.params, samples=not self._inspector.is_full
+            )
             if self.ledger.rejections.limits.measures:
                 norm = np.float32(norm)  # waits for the device
-        return _WaitingMessage(submission, norm, threading.Condition(self._lock))
+        done = threading.Condition(self._lock)
+        return _WaitingMessage(submission, norm, sample, done)
 
     def _repeated_answer(self, worker: str, member: Member) -> KeptAnswer:
         """Return an answer to an exchange whose first answer has been released."""
@@ -400,6 +432,7 @@ class Core:
         for worker in self.ledger.take_ended():
             self._close_connection(worker)
             self._release(worker)
+            self._inspector.forget(worker)
         self._changed.notify_all()
 
     def _settle(self, batch: Batch) -> None:
@@ -438,6 +471,11 @@ class Core:
             exchange = applied, *others
         workers = [entry.worker for entry in batch.entries]
         recorded = self._record(*workers, exchange=exchange)
+        for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
+            loss = _loss(batch, i, self.ledger.mode.combines)
+            self._inspector.add_message(worker, message.norm, message.sample, loss)
+        if to_apply:
+            self._inspector.add_version(current.number, store.sample)
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
             rejection = batch.rejected.get(worker)
             if rejection is not None:
@@ -485,6 +523,46 @@ class Core:
         if close := self._connection_closers.pop(worker, None):
             close()
 
+    # Notices.
+
+    def look(self, *, if_due: bool = False) -> None:
+        """Compare what messages alone do not show with the thresholds.
+
+        Args:
+          if_due: only if the last look was at least `LOOK_INTERVAL` ago.
+        """
+        now = time.monotonic()
+        if if_due and now < self._next_look:
+            return
+        self._next_look = now + LOOK_INTERVAL
+        with self._changed:
+            registered = self.ledger.registered()
+            self._inspector.look(registered, self.ledger.pending, now)
+            self._measure_one_by_one()
+            reason = "" if self.keeper is None else self.keeper.degraded
+            self.notices.measure("not_on_disk", int(bool(reason)), reason=reason)
+            names = set(registered)
+        self._inspector.read(names)  # takes longer: not under the lock
+
+    def _measure_one_by_one(self) -> None:
+        """Say how far workers move a center that makes no rounds of their messages."""
+        rule, mode = self.rule, self.ledger.mode
+        if rule.combine == "mean" and not mode.combines:
+            workers = len(self.ledger.registered())
+            shown, rate = str(workers), f"{0.7 / max(workers, 1):.2g}"
+            if workers < 2:  # more may come
+                shown, rate = "n", "0.7/n"
+            is_diloco = rule.name == "diloco"
+            example = f", such as {rate} for diloco()" if is_diloco else ""
+            self.notices.measure(
+                "one_by_one",
+                max(workers, 2),
+                rule=rule.name,
+                mode=mode,
+                workers=shown,
+                example=example,
+            )
+
     # Durability.
 
     def _set_store(self, store: Store, chief: str | None) -> None:
@@ -492,12 +570,20 @@ class Core:
         old_chief, self._chief = self._chief, chief
         self._store, self.ledger.version = store, store.current.number
         self.ledger.rejections.max_norm = store.max_norm
+        dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(store.like)}
+        dtype = " or ".join(sorted(dtypes))
+        self._inspector.start(store.current.number, store.sample(), dtype)
         try:
             if self.keeper is not None:
                 self.keeper.begin(self._image)
         except BaseException:
             self._store, self._chief = None, old_chief
             raise
+        if _log.isEnabledFor(logging.INFO):
+            # Not here, where the lock is held: a large center takes seconds.
+            copied = functools.partial(store.unpacked, store.copy())
+            log = functools.partial(log_version, "the center starts", copied)
+            self._logging = in_background(log, "agn-optax hash", unread=True)
         self._changed.notify_all()
 
     def _image(self) -> Image:
@@ -543,6 +629,18 @@ class Core:
             if not (holds := condition()):
                 self._check_open()
             return holds
+
+
+def _loss(batch: Batch, index: int, in_rounds: bool) -> str:
+    """Return how a message was lost; "" if it was applied in time."""
+    rejection = batch.rejected.get(batch.entries[index].worker)
+    if rejection is not None:
+        return f"was rejected: {rejection.reason}"
+    if not batch.applies:
+        return "was dropped, because it was too old"
+    if in_rounds and batch.round_staleness[index]:
+        return "missed its round"
+    return ""
 
 
 def _applied(
@@ -695,6 +793,7 @@ class LocalSession(Session):
         with self._core.atomically():
             self._core.ledger.acknowledge(self.worker, self.session_id, sequence)
             self._core._release(self.worker)
+        self._core.look(if_due=True)  # the worker has its answer
 
     def disconnect(self) -> None:
         """Report a broken connection: see `Session.disconnect`."""

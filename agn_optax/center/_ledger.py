@@ -23,7 +23,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from agn_optax import errors
 from agn_optax.center._limits import Limits
@@ -67,6 +67,38 @@ NEXT = {
 }
 
 
+class Totals(NamedTuple):
+    """Local steps and weight of all messages, and of those that were applied.
+
+    The weight is what workers claim, such as samples or tokens; 0 for messages without.
+    """
+
+    steps_made: int = 0
+    steps_delivered: int = 0
+    weight_made: float = 0.0
+    weight_delivered: float = 0.0
+
+    def plus(self, message: Submission, *, delivered: bool) -> Totals:
+        """Return the totals with another message."""
+        steps, weight = message.steps, message.weight or 0.0
+        return Totals(
+            self.steps_made + steps,
+            self.steps_delivered + delivered * steps,
+            self.weight_made + weight,
+            self.weight_delivered + delivered * weight,
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.steps_delivered} of {self.steps_made} local steps"
+        if self.weight_made:
+            weights = f"{self.weight_delivered:.17g} of {self.weight_made:.17g}"
+            text += f" and weight {weights}"
+        return f"{text} were delivered"
+
+
+_NO_TOTALS = Totals()
+
+
 @dataclasses.dataclass
 class Member:
     """The ledger's record of a worker."""
@@ -94,6 +126,7 @@ class Member:
     began: float | None = None  # time at which its round began; None if unknown
     speeds: Sequence[float] = ()  # local steps per second, in its last rounds
     speed: float = 0.0  # median of `speeds`; 0 if empty
+    totals: Totals = _NO_TOTALS  # of its name, also in earlier sessions
 
     @property
     def has_ended(self) -> bool:
@@ -122,6 +155,7 @@ class Batch:
     # Rejections by worker; these messages are not applied with the others.
     rejected: Mapping[str, Rejection]
     workers: int  # number of registered workers
+    round_staleness: tuple[int, ...]  # of each message
 
     @property
     def indices_to_apply(self) -> list[int]:
@@ -142,6 +176,7 @@ class Ledger:
       rejections: the decisions on rejections.
       version: number of updates of the center.
       pending: the waiting messages, by worker.
+      totals: the totals of all workers since the center's first version.
       is_open: whether the barrier is open.
     """
 
@@ -152,6 +187,7 @@ class Ledger:
         self.rejections = Rejections(limits.messages or MessageLimits())
         self.version = 0
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
+        self.totals = _NO_TOTALS
         # True once as many workers were registered at a time as the barrier needs.
         self.is_open = barrier == 0
         self._registered: dict[str, Member] = {}
@@ -165,6 +201,10 @@ class Ledger:
     def registered(self) -> Mapping[str, Member]:
         """Return the registered workers, including those that may reconnect."""
         return self._registered
+
+    def known(self) -> dict[str, Member]:
+        """Return the workers that are registered or remembered."""
+        return {**self._ended, **self._registered}
 
     def take_ended(self) -> list[str]:
         """Return the workers whose sessions have ended since the last call."""
@@ -245,6 +285,7 @@ class Ledger:
             member = Member(session_id, self.version, slowest, now, now, Recent(now, 2))
             if old is not None:  # a worker of that name is likely on the same machine
                 self._set_speeds(member, old.speeds)
+                member.totals = old.totals
         member.state = NEXT[member.state, "join"]
         self._ended.pop(worker, None)
         self._newly_ended.pop(worker, None)
@@ -377,6 +418,7 @@ class Ledger:
             due.applies,
             rejected,
             len(self._registered),
+            tuple(late),
         )
 
     @property
@@ -413,6 +455,9 @@ class Ledger:
             rejection = batch.rejected.get(entry.worker)
             member.began = now
             member.recent.add(now, i in to_apply, entry.submission.steps)
+            message, delivered = entry.submission, i in to_apply
+            member.totals = member.totals.plus(message, delivered=delivered)
+            self.totals = self.totals.plus(message, delivered=delivered)
             if rejection is not None:
                 self.rejections.count(rejection)
                 member.rejected += 1
@@ -455,7 +500,7 @@ class Ledger:
             for name in names
             if (member := self.find(name)) is not None
         }
-        return {"members": members, "open": self.is_open}
+        return {"members": members, "open": self.is_open, "totals": self.totals}
 
     def restore(
         self, state: dict[str, Any], now: float, *, is_new_id: bool = False
@@ -473,11 +518,13 @@ class Ledger:
             fields = {field: saved[field] for field in _SAVED if field in saved}
             member = Member(**fields, joined=now, seen=now, recent=Recent(now, 2))
             self._set_speeds(member, tuple(member.speeds))
+            member.totals = Totals(*member.totals)
             self._ended.pop(name, None)
             self._registered[name] = member
             self.disconnect(name, member.session_id, member.connection, now)
             if saved["has_ended"] or is_new_id:
                 self._end_session(name, member)
+        self.totals = Totals(*state.get("totals", ()))
         if not is_new_id:
             enough = len(self._registered) >= self.barrier
             self.is_open = self.is_open or state["open"] or enough

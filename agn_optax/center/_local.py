@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
 from agn_optax import errors
-from agn_optax._internal import arguments
+from agn_optax._internal import Notice, arguments
 from agn_optax.center._core import Core
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
@@ -15,7 +14,6 @@ from agn_optax.center._submission import Snapshot
 from agn_optax.rules import Rule
 
 PyTree = Any
-_log = logging.getLogger("agn_optax")
 
 
 class LocalCenter:
@@ -68,18 +66,9 @@ class LocalCenter:
           DurabilityError: the center on disk cannot be read, or the directory cannot be
             written.
         """
-        rule = self.rule = settings.rule
+        self.rule = settings.rule
         self.core = Core(settings, flatten=self._flatten)
         self.center_id = self.core.center_id
-        if rule.combine == "mean" and not self.core.ledger.mode.combines:
-            _log.warning(
-                "%s is a rule for rounds: mode=Synchronous() (--mode synchronous) "
-                "combines the messages of all workers by their mean, and in mode %s n "
-                "workers move the center n times as far, unless its optimizer is for "
-                "messages that are applied one by one (agn_optax.center_optimizers)",
-                rule.name,
-                self.core.ledger.mode,
-            )
 
     @classmethod
     def restore(cls, rule: Rule, saved: CenterState, **settings: Any) -> LocalCenter:
@@ -128,6 +117,12 @@ class LocalCenter:
     def workers(self) -> frozenset[str]:
         """Names of the registered workers, including those that may reconnect."""
         return frozenset(self.core.members()[1])
+
+    @property
+    def notices(self) -> list[Notice]:
+        """What goes wrong now, as the log says it: see `Thresholds`."""
+        self.core.look()
+        return self.core.notices.current()
 
     def save(self) -> CenterState:
         """Return a consistent copy of the center's complete state, for a checkpoint."""
@@ -197,9 +192,11 @@ class LocalCenter:
         """Take no more exchanges; waiting workers get an error, and no update is lost.
 
         With a ``durability``, write the remaining records to disk, and release the
-        directory.
+        directory. If the log takes information, it gets the version and hash of the
+        center, and the totals of its workers.
         """
         self.core.close(reason)
+        self.core.log_end()
 
     def __enter__(self) -> LocalCenter:
         return self

@@ -28,10 +28,10 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The region as an index of its leaf."""
+    def slices(self) -> tuple[Any, ...]:
+        """The region as an index of its leaf, which gives a view of it."""
         ends = zip(self.start, self.shape, strict=True)
-        return tuple(slice(begin, begin + size) for begin, size in ends)
+        return (*(slice(begin, begin + size) for begin, size in ends), ...)
 
     @property
     def size(self) -> int:
@@ -196,7 +196,9 @@ def _overlap(one: Region, other: Region) -> bool:
     return all(a < b + n and b < a + m for a, m, b, n in boxes) and bool(one.size)
 
 
-def shares_of(group: str, like: PyTree, process: int, processes: Sequence[int]) -> Share:
+def shares_of(
+    group: str, like: PyTree, process: int, processes: Sequence[int]
+) -> Share:
     """Return the share of a process of a tree of global arrays.
 
     A region that several devices hold is owned by one of them, in turn, so that all
@@ -233,7 +235,9 @@ def _regions(array: Any) -> list[tuple[Region, list[Any]]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _regions_of(sharding: Any, shape: tuple[int, ...]) -> list[tuple[Region, list[Any]]]:
+def _regions_of(
+    sharding: Any, shape: tuple[int, ...]
+) -> list[tuple[Region, list[Any]]]:
     found: dict[Region, list[Any]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(region_of(index, shape), []).append(device)
@@ -243,7 +247,9 @@ def _regions_of(sharding: Any, shape: tuple[int, ...]) -> list[tuple[Region, lis
     ]
 
 
-def region_of(index: tuple[slice, ...], shape: tuple[int, ...], leaf: int = 0) -> Region:
+def region_of(
+    index: tuple[slice, ...], shape: tuple[int, ...], leaf: int = 0
+) -> Region:
     """Return an index of a leaf as a region."""
     bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return Region(

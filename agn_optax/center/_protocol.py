@@ -6,6 +6,7 @@ import abc
 from typing import Any, Protocol, runtime_checkable
 
 from agn_optax.center._submission import Answer, Snapshot, Submission
+from agn_optax.center._transfer import Transfer
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -31,6 +32,11 @@ class Session(abc.ABC):
     worker: str
     session_id: str
     resume_token: Any
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """How the messages of the last exchange travelled; empty if in this process."""
+        return ()
 
     @abc.abstractmethod
     def submit(self, submission: Submission) -> None:

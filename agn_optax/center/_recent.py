@@ -9,14 +9,14 @@ from collections import deque
 _WINDOW = 10.0  # s, time over which a rate is measured
 _MIN_POINTS = 6  # points to keep whatever their age: five intervals
 _MIN_DISTANCE = 0.5  # s, minimum distance of two points; closer points are merged
-_OVERDUE_FACTOR = 2.0  # multiple of the usual interval after which an event is overdue
+_OVERDUE_FACTOR = 2.0  # multiple of the usual interval after which a rate falls
 
 
 class Recent:
-    """Rates over the last ten seconds, and whether an event is overdue.
+    """Rates over the last ten seconds, and the time since the last event.
 
     The rate of rarer events comes from their last intervals: an event that happens once
-    a minute has a constant rate of 1 / 60 per second, and is overdue after two minutes.
+    a minute has a constant rate of 1 / 60 per second, which falls after two minutes.
     Only a few points (a time and the totals) are stored, however frequent events are.
 
     Args:
@@ -62,19 +62,17 @@ class Recent:
         grown = zip(first[1:], last[1:], strict=True)
         return tuple((b - a) / seconds for a, b in grown)
 
-    def overdue(self, now: float) -> float | None:
-        """Return the seconds since the last event if another is overdue; else None.
+    def idle(self, now: float) -> tuple[float | None, float | None]:
+        """Return the seconds since the last event, also in units of the usual interval.
 
-        An event is overdue after ten seconds and twice the longest of the last
-        intervals, whichever is later.
+        The usual interval is the longest of the last ones. None before the first event,
+        and in the ten seconds after each.
         """
-        if len(self._points) < 2:
-            return None
         idle = now - self._points[-1][0]
-        if idle <= _WINDOW:
-            return None
+        if len(self._points) < 2 or idle <= _WINDOW:
+            return None, None
         longest = max(b[0] - a[0] for a, b in itertools.pairwise(self._points))
-        return idle if idle > _OVERDUE_FACTOR * longest else None
+        return idle, idle / max(longest, _MIN_DISTANCE)
 
     def _since(self, begin: float) -> tuple[tuple[float, ...], int]:
         """Return the newest point not after ``begin``, and how many points follow it.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import Thresholds, check
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._limits import Limits
 from agn_optax.center._modes import Asynchronous, Mode
@@ -26,7 +26,7 @@ class CenterSettings:
       rule: a rule of `agn_optax.rules`; all workers use the same rule. A rule that
         combines messages by their mean, such as ``average`` and ``diloco``, needs
         ``mode=Synchronous()``: in the other modes n workers move the center n times as
-        far, and a warning is logged.
+        far, unless its optimizer has 1/n of the learning rate; a notice says so.
       params: the first parameters, which are copied; None if a chief will `initialize`
         them.
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
@@ -47,6 +47,8 @@ class CenterSettings:
         the center waits for the device at every exchange. With
         ``Limits(messages=MessageLimits(nonfinite=False))`` it applies all messages, and
         waits for none.
+      thresholds: `agn_optax.center.Thresholds` from which the log and the status say
+        that training goes wrong; None for ``Thresholds()``.
     """
 
     rule: Rule
@@ -58,6 +60,7 @@ class CenterSettings:
     dtype: Any = None
     device: Any = None
     limits: Limits | None = None
+    thresholds: Thresholds | None = None
 
     def __post_init__(self) -> None:
         check_rule(self.rule)
@@ -69,6 +72,9 @@ class CenterSettings:
             )
         check.float_dtype(self.dtype, "dtype")
         self._check_limits()
+        if self.thresholds is not None:
+            expected = "thresholds must be agn_optax.center.Thresholds(...)"
+            check.instance(self.thresholds, Thresholds, expected)
         check.whole_number(self.barrier, "barrier", least=0, optional=False)
         max_workers = (self.limits or Limits()).max_workers
         if max_workers is not None and self.barrier > max_workers:

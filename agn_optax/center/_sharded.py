@@ -22,6 +22,7 @@ from agn_optax._internal import check, combinations, in_background
 from agn_optax.center._pieces import Pieces, Share
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._submission import Answer, Snapshot, Submission
+from agn_optax.center._transfer import Transfer
 from agn_optax.round import elementwise, parts
 
 PyTree = Any
@@ -290,7 +291,11 @@ class ShardedCenter:
         paces = [answer.pace for answer in answers if answer.pace is not None]
         received = [a.received for a in answers if a.received is not None]
         return Answer(
-            *(self.unite(answers) if share is None else self.unite_pieces(answers, share)),
+            *(
+                self.unite(answers)
+                if share is None
+                else self.unite_pieces(answers, share)
+            ),
             answers[0].sequence,
             staleness=max(answer.staleness for answer in answers),
             norm=np.sqrt(np.sum(np.square(norms))) if norms else None,
@@ -328,6 +333,11 @@ class ShardedSession(Session):
     def resume_token(self) -> Any:
         """The `Session.resume_token` of every shard."""
         return [session.resume_token for session in self._sessions]
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The `Session.transfers` of all shards."""
+        return tuple(t for session in self._sessions for t in session.transfers)
 
     def submit(self, submission: Submission) -> None:
         """Submit every shard's part of a contribution: see `Session.submit`."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,10 +28,12 @@ from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 _SMALL = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
 _BLOCK = 1 << 18  # numbers whose squares are summed in float32
 _MAX_INT = (1 << 31) - 1
+_RUNS, _RUN = 64, 16  # runs of elements in a sample, and elements of a run
 
 
 class CenterState(NamedTuple):
@@ -38,6 +42,18 @@ class CenterState(NamedTuple):
     params: PyTree  # the current version
     center_state: PyTree  # state of the center optimizer
     version: Any  # int: number of updates so far
+
+
+def log_version(event: str, state: Callable[[], CenterState]) -> None:
+    """Log the version and the hash of a center if the log takes information.
+
+    Args:
+      event: the reason, as the beginning of the line.
+      state: returns a copy of the state; called only if it is logged.
+    """
+    if _log.isEnabledFor(logging.INFO):
+        params, _, version = state()
+        _log.info("%s at version %d, hash %s", event, version, trees.digest(params))
 
 
 @dataclasses.dataclass
@@ -220,15 +236,19 @@ class Store:
         """Return a contribution, or parameters of a version, as a tree."""
         return placed if self.packing is None else self.packing.unpack(placed)
 
-    def norm(self, contribution: PyTree, center: PyTree) -> jax.Array | np.floating:
-        """Return the global norm of a contribution's message to ``center``, in float32.
+    def measure(
+        self, contribution: PyTree, center: PyTree, *, samples: bool = True
+    ) -> tuple[Any, Any]:
+        """Return the norm and a sample of a contribution's message to ``center``.
 
-        The norm of a message that is not finite is NaN or infinite. It is also infinite
-        if a sum of squares leaves the range of float32.
+        The global norm, in float32, is NaN or infinite if the message is not finite. It
+        is also infinite if a sum of squares leaves the range of float32. The sample has
+        the elements that `sample` takes from the center.
 
         Args:
           contribution: result of `check_and_place`.
           center: parameters of a version.
+          samples: whether the sample is needed; it may be None otherwise.
         """
         if (
             self._rule.message is None
@@ -236,8 +256,15 @@ class Store:
             and all(p.dtype == np.float32 and p.nbytes < _SMALL for p in contribution)
         ):
             # NumPy takes less time than a call of a compiled program.
-            return np.sqrt(np.float32(sum(map(_square, contribution))))
-        return self._programs.norm(contribution, center)
+            norm = np.sqrt(np.float32(sum(map(_square, contribution))))
+            if not samples:
+                return norm, None
+            return norm, _sample(contribution, np.float32, np.concatenate)
+        return self._programs.measure(contribution, center)
+
+    def sample(self) -> jax.Array:
+        """Return about a thousand elements of the version, the same ones each time."""
+        return self._programs.sample(self.current.params)
 
     def apply(
         self,
@@ -349,6 +376,36 @@ def _on_device(number: float) -> jax.Array:
     return jax.device_put(np.float64(number))
 
 
+@functools.lru_cache(maxsize=64)
+def _sampled(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[int, Any]]:
+    """Return leaves, by their numbers, with indices of the elements that are sampled.
+
+    The runs of elements begin at equal distances in all leaves together.
+    """
+    sizes = [min(math.prod(shape), _MAX_INT) for shape in shapes]
+    ends = np.cumsum([0, *sizes])
+    step = max(1, -(-int(ends[-1]) // _RUNS))
+    places: dict[int, set[int]] = {}
+    for begin in range(0, int(ends[-1]), step):
+        leaf = int(np.searchsorted(ends, begin, side="right")) - 1
+        first = begin - int(ends[leaf])
+        run = range(first, min(first + _RUN, sizes[leaf]))
+        places.setdefault(leaf, set()).update(run)
+    return [
+        (leaf, tuple(x.astype(np.int32) for x in np.unravel_index(sorted(at), shape)))
+        if (shape := shapes[leaf])
+        else (leaf, ())  # a scalar
+        for leaf, at in places.items()
+    ]
+
+
+def _sample(leaves: Sequence[Any], dtype: Any, concatenate: Any) -> Any:
+    """Return the sampled elements of leaves, which are arrays of NumPy or JAX."""
+    places = _sampled(tuple(leaf.shape for leaf in leaves))
+    parts = [leaves[leaf][index].reshape(-1).astype(dtype) for leaf, index in places]
+    return concatenate([*parts, np.zeros(1, dtype)])  # there may be no leaf
+
+
 @jax.jit
 def _largest(center: PyTree) -> jax.Array:
     leaves = jax.tree.leaves(center)
@@ -361,11 +418,17 @@ def _largest(center: PyTree) -> jax.Array:
 def _programs(rule: Rule) -> SimpleNamespace:
     """Return the compiled programs of a rule, shared by its stores."""
 
-    def norm(contribution: PyTree, center: PyTree) -> jax.Array:
+    def measure(contribution: PyTree, center: PyTree) -> tuple[jax.Array, jax.Array]:
         message = jax.tree.leaves(rounds.message_of(rule, contribution, center))
         wide = trees.wider(jnp.float32, *(m.dtype for m in message))
         squares = [jnp.sum(m.astype(wide) ** 2) for m in message]
-        return jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
+        norm = jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
+        return norm, _sample(message, wide, jnp.concatenate)
+
+    def sample(center: PyTree) -> jax.Array:
+        leaves = jax.tree.leaves(center)
+        wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
+        return _sample(leaves, wide, jnp.concatenate)
 
     def weigh(
         total: PyTree, contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
@@ -403,7 +466,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
         )
 
     return SimpleNamespace(
-        norm=jax.jit(norm),
+        measure=jax.jit(measure),
+        sample=jax.jit(sample),
         weigh=jax.jit(weigh, donate_argnums=0),
         # Compiled for each number of messages; None if messages are summed.
         combine=None if rule.is_summed else jax.jit(combine),

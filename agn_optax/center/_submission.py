@@ -19,7 +19,7 @@ PyTree = Any
 
 _MAX_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
 # Fields of the records that are trees, or that the receiver of an answer adds.
-_NOT_PLAIN = {"contribution", "reported", "attempt"}
+_NOT_PLAIN = {"contribution", "reported", "notices", "attempt"}
 _NOT_PLAIN |= {"params", "is_partial", "received"}
 
 
@@ -37,6 +37,7 @@ class Submission(NamedTuple):
       weight: weight that the worker claims for its round, such as a number of tokens.
         Must be positive; None counts as 1.
       reported: metrics of the worker by their names, for monitoring.
+      notices: texts of what goes wrong at the worker, by the names of its checks.
       attempt: number of times that the processes of a worker have begun this exchange
         anew, together; 0 for a worker of one process.
 
@@ -56,6 +57,7 @@ class Submission(NamedTuple):
     steps: int = 0
     weight: float | None = None
     reported: Mapping[str, Any] | None = None
+    notices: Mapping[str, str] | None = None
     attempt: int = 0
 
     def checked(self) -> Submission:
@@ -85,7 +87,7 @@ class Submission(NamedTuple):
 
     def without_arrays(self) -> Submission:
         """Return the plain fields of the submission; the others have no values."""
-        return self._replace(contribution=None, reported=None, attempt=0)
+        return self._replace(contribution=None, reported=None, notices=None, attempt=0)
 
 
 class Snapshot(NamedTuple):

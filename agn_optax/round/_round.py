@@ -40,9 +40,11 @@ from agn_optax._internal import check, trees
 from agn_optax.round import _parts
 from agn_optax.round._parts import Parts
 from agn_optax.round.placements import WHOLE, Layout
-from agn_optax.rules import Rule, discounted, extra_arguments, robust
+from agn_optax.rules import Rule, codecs, discounted, extra_arguments, robust
 
 PyTree = Any
+
+_MAX_SAMPLE = 4096  # elements of a leaf
 
 
 class LocalState(NamedTuple):
@@ -207,13 +209,49 @@ def contribute(
     ``center`` is the anchor if the state keeps none. Call this once per exchange: a
     retry must send the same bits again.
     """
-    contribution = rule.contribution(
+    contribution = _contribution(rule, state, params, center)
+    return rule.codec.encode(contribution, state.codec_state)
+
+
+def _contribution(
+    rule: Rule, state: LocalState, params: PyTree, center: PyTree
+) -> PyTree:
+    return rule.contribution(
         state.record,
         params if rule.needs_params else None,
         _anchor(state, center) if rule.needs_anchor else None,
         state.local_steps,
     )
-    return rule.codec.encode(contribution, state.codec_state)
+
+
+def residual_norms(
+    rule: Rule, state: LocalState, params: PyTree, center: PyTree
+) -> jax.Array | None:
+    """Return the norms of the codec's residual and of the contribution before coding.
+
+    They are those of a sample of elements: with whole norms, `contribute` takes 1.2 to
+    2 times as long on a CPU. Arguments are those of `contribute`.
+
+    Returns:
+      Two float32 numbers; None if `error_feedback` is not part of the codec.
+    """
+    states = trees.nodes(state.codec_state, codecs.ErrorFeedbackState)
+    if not states:
+        return None
+    residuals = [kept.residual for _, kept in states]
+    contribution = _contribution(rule, state, params, center)
+    sampled = jax.tree.map(_sample, (residuals, contribution))
+    return jnp.stack([optax.tree.norm(tree) for tree in sampled])
+
+
+def _sample(leaf: jax.Array) -> jax.Array:
+    """Return some elements of a leaf in float32, always the same ones."""
+    # The leaf keeps its dimensions, because flattening would gather a sharded one.
+    sizes, left = [], _MAX_SAMPLE
+    for size in reversed(leaf.shape):
+        sizes.append(min(size, left))
+        left //= max(sizes[-1], 1)
+    return leaf[tuple(map(slice, reversed(sizes)))].astype(jnp.float32)
 
 
 def send_and_begin(

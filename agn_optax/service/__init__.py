@@ -12,6 +12,7 @@ it. Names that are imported with `as` are for the layers above, not for users.
 """
 
 from agn_optax._signals import delay_sigterm
+from agn_optax.center import ExpectedLink
 from agn_optax.service import _absl  # noqa: F401 before gRPC is imported
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _published as publishing  # noqa: F401
@@ -39,11 +40,13 @@ from agn_optax.service.server._settings import ServerSettings as ServerSettings
 from agn_optax.service.transports import Listener as Listener
 from agn_optax.service.transports import sockets as sockets
 from agn_optax.service.transports._connection import as_dict as as_dict
+from agn_optax.service.transports._interfaces import interface_of as interface_of
 from agn_optax.service.wire import _fingerprint as fingerprint  # noqa: F401
 
 __all__ = [
     "Access",
     "Environment",
+    "ExpectedLink",
     "Limits",
     "Observer",
     "RemoteCenter",

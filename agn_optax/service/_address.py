@@ -90,7 +90,7 @@ def is_local(address: str) -> bool:
 def is_loopback(name: str) -> bool:
     """Return whether a host's name or IP address is a loopback address."""
     try:
-        return _ip(name).is_loopback
+        return ip(name).is_loopback
     except ValueError:
         return name == "localhost"
 
@@ -116,7 +116,7 @@ def network(name: str) -> str:
       name: IP address of the peer; "" for a Unix socket.
     """
     try:
-        address = _ip(name or "127.0.0.1")
+        address = ip(name or "127.0.0.1")
     except ValueError:
         return name
     if address.is_loopback:
@@ -126,7 +126,7 @@ def network(name: str) -> str:
     return str(ipaddress.ip_network((address, 64), strict=False))
 
 
-def _ip(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def ip(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return an IP address; an IPv4-mapped IPv6 address becomes the IPv4 address.
 
     Raises:

@@ -185,7 +185,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "attempt")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "notices", "attempt")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,13 @@ class Message(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class NoticesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +207,7 @@ class Message(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
@@ -208,8 +216,9 @@ class Message(_message.Message):
     steps: int
     weight: float
     reported: _containers.ScalarMap[str, float]
+    notices: _containers.ScalarMap[str, str]
     attempt: int
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., notices: _Optional[_Mapping[str, str]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema_hash", "schema_size", "share_size")
@@ -242,7 +251,7 @@ class PullRequest(_message.Message):
     def __init__(self, wait: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace")
+    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace", "held")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +260,7 @@ class Snapshot(_message.Message):
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
     sequence: int
@@ -259,7 +269,8 @@ class Snapshot(_message.Message):
     staleness: int
     norm: float
     pace: float
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ...) -> None: ...
+    held: float
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ..., held: _Optional[float] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("missing",)
@@ -310,7 +321,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "waits", "stalled", "exchanges", "dropped", "rejected", "staleness", "norm", "period", "exchanges_per_second", "steps_per_second", "reported", "joined", "seen", "transport", "bytes_received", "bytes_sent")
+    __slots__ = ("name", "connected", "waits", "stalled", "exchanges", "dropped", "rejected", "staleness", "norm", "period", "exchanges_per_second", "steps_per_second", "reported", "joined", "seen", "transport", "bytes_received", "bytes_sent", "steps_made", "steps_delivered", "weight_made", "weight_delivered")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +347,10 @@ class WorkerStatus(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_MADE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_MADE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DELIVERED_FIELD_NUMBER: _ClassVar[int]
     name: str
     connected: bool
     waits: bool
@@ -354,10 +369,26 @@ class WorkerStatus(_message.Message):
     transport: str
     bytes_received: int
     bytes_sent: int
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+    steps_made: int
+    steps_delivered: int
+    weight_made: float
+    weight_delivered: float
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., steps_made: _Optional[int] = ..., steps_delivered: _Optional[int] = ..., weight_made: _Optional[float] = ..., weight_delivered: _Optional[float] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("check", "worker", "text", "remedy")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    check: str
+    worker: str
+    text: str
+    remedy: str
+    def __init__(self, check: _Optional[str] = ..., worker: _Optional[str] = ..., text: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "listens_at", "direct_address", "page_address")
+    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "listens_at", "direct_address", "page_address", "notices", "steps_made", "steps_delivered", "weight_made", "weight_delivered")
     class RejectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +411,11 @@ class StatusReply(_message.Message):
     LISTENS_AT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_MADE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_MADE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DELIVERED_FIELD_NUMBER: _ClassVar[int]
     version: int
     center: str
     rule: str
@@ -395,4 +431,9 @@ class StatusReply(_message.Message):
     listens_at: str
     direct_address: str
     page_address: str
-    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...
+    notices: _containers.RepeatedCompositeFieldContainer[Notice]
+    steps_made: int
+    steps_delivered: int
+    weight_made: float
+    weight_delivered: float
+    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., steps_made: _Optional[int] = ..., steps_delivered: _Optional[int] = ..., weight_made: _Optional[float] = ..., weight_delivered: _Optional[float] = ...) -> None: ...

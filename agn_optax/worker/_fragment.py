@@ -26,14 +26,15 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, trees
+from agn_optax._internal import Thresholds, check, trees
 from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
+from agn_optax.worker._checks import Checks
 from agn_optax.worker._flight import Message, was_not_applied
-from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._layout import Layout, layout_of
+from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import ProcessesCenter
-from agn_optax.worker._programs import programs
+from agn_optax.worker._programs import Looked, programs
 
 PyTree = Any
 Loop = tuple[PyTree, LocalState]  # parameters and state of a fragment
@@ -71,6 +72,7 @@ class FragmentWorker:
       session: the session with the center; None if it has not started.
       answer: the last answer, without parameters; None before the first.
       reported: numbers that are sent with every message, by name.
+      checks: looks for what goes wrong.
 
     Other attributes are those of `Worker`.
     """
@@ -88,6 +90,7 @@ class FragmentWorker:
         patience: int | None,
         give_up: float,
         callbacks: Sequence[Callback],
+        thresholds: Thresholds | None = None,
     ) -> None:
         self.center = center
         self.name = name
@@ -102,6 +105,7 @@ class FragmentWorker:
         self.dropped = 0
         self.rejected = 0
         self.answer: Answer | None = None
+        self.checks = Checks(name, center.rule, thresholds)
         self.pace: float | None = None
         # True if the length of rounds follows the worker's speed.
         self._is_dynamic = isinstance(period, rounds.DynamicPeriod)
@@ -116,13 +120,8 @@ class FragmentWorker:
         # Buffers for the next message sent in the background, and for a copy of its
         # parameters. They are those of the last message.
         self._spare: tuple[PyTree, PyTree] | None = None
-        # Local steps of a message, by the device's count and by the calls of
-        # `exchange`; kept until the device has computed its count.
-        self._step_counts: tuple[Any, int] | None = None
         # The last message and its answer, until callbacks were called.
         self._completed: tuple[Message, Answer] | None = None
-        self._consecutive_empty = 0  # messages without local steps of `tx`
-        self._warned_about_steps = False
 
     @property
     def exchanges(self) -> int:
@@ -203,7 +202,7 @@ class FragmentWorker:
     def _begin_session(self, session: Session, loop: Loop, anchor: Snapshot) -> None:
         self.session = session
         self._expected = jax.eval_shape(lambda: loop)
-        self._step_counts, self._consecutive_empty = None, 0
+        self.checks.begin_session()
         self._completed = None
         self._keep_anchor(anchor)
 
@@ -319,10 +318,10 @@ class FragmentWorker:
             return self._send_in_background(params, state)
         else:
             anchor = self.require_start()
-            contribution, codec_state, steps = self.programs.contribute(
+            contribution, codec_state, looked = self.programs.contribute(
                 state, params, anchor.params
             )
-            message = self._new_message(contribution, steps, codec_state)
+            message = self._new_message(contribution, looked, codec_state)
             self.message = message
         return self._send_and_wait(message, params, state)
 
@@ -362,12 +361,12 @@ class FragmentWorker:
             contribution, *_ = self.programs.contribute(state, params, anchor.params)
             copied = params if self.programs.keeps_sent else None
             spare = trees.copy((contribution, copied))
-        contribution, sent, state = self.programs.send(
+        contribution, sent, state, looked = self.programs.send(
             spare, params, state, anchor.params
         )
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        message = self._new_message(contribution, sent.steps)
+        message = self._new_message(contribution, looked)
         self._begin_flight(message, sent)
         return params, state
 
@@ -377,11 +376,10 @@ class FragmentWorker:
         self.machine.send()
 
     def _new_message(
-        self, contribution: PyTree, steps: jax.Array, codec_state: PyTree = None
+        self, contribution: PyTree, looked: Looked, codec_state: PyTree = None
     ) -> Message:
         anchor, counts = self.require_start(), self.machine.message
-        if self._step_counts is None:
-            self._step_counts = steps, counts.steps
+        self.checks.add(looked, counts.steps)
         submission = Submission(
             self.machine.number,
             contribution,
@@ -389,6 +387,7 @@ class FragmentWorker:
             steps=counts.steps,
             weight=counts.weight,
             reported=dict(self.reported),
+            notices={n.check: n.text for n in self.checks.notices.current()},
         )
         return Message(self.session, submission, codec_state)
 
@@ -514,20 +513,21 @@ class FragmentWorker:
     def finish(self) -> None:
         """Do what follows an action once its parameters and state are kept.
 
-        Start to send a message in the background, warn of wrong counts of local steps,
-        and call the callbacks. If this raises, nothing is lost.
+        Start to send a message in the background, look for what goes wrong, and call
+        the callbacks. If this raises, nothing is lost.
         """
         message = self.message
         if self.machine.in_flight and message is not None and message.flight is None:
             message.send_in_background(self._give_up)
         completed, self._completed = self._completed, None
         if completed is not None:
-            self._check_steps()
+            if self.session is not None:
+                self.checks.after_exchange(self.session.transfers)
             if self._callbacks and self.session is not None:
                 self._run_callbacks(*completed)
 
     def _run_callbacks(self, message: Message, answer: Answer) -> None:
-        submission = message.submission
+        submission, notices = message.submission, self.checks.notices.current()
         metrics = {
             "steps": submission.steps,
             **(submission.reported or {}),
@@ -538,6 +538,8 @@ class FragmentWorker:
             "rejected": bool(answer.rejected),
             "version": max(jax.tree.leaves(answer.version)),
             "bytes_sent": trees.nbytes(submission.contribution),
+            "notices": len(notices),
+            **{f"notice_{notice.check}": 1 for notice in notices},
         }
         for callback in self._callbacks:
             try:
@@ -547,46 +549,6 @@ class FragmentWorker:
                 _log.exception("%r failed; training goes on", callback)
 
     # Checks.
-
-    def _check_steps(self) -> None:
-        """Warn if the device's count of local steps differs from calls of `exchange`.
-
-        Local steps of another optimizer than ``tx`` are not in the record, so nothing
-        of them is sent. This is not an error, because loss scaling may skip some or all
-        steps of a round.
-        """
-        counts = self._step_counts
-        # If the device has not computed its count yet, a later exchange checks it.
-        if self._warned_about_steps or counts is None or not counts[0].is_ready():
-            return
-        self._step_counts = None
-        device_steps, steps = int(counts[0]), counts[1]
-        self._consecutive_empty = 0 if device_steps else self._consecutive_empty + 1
-        once = "Call it once after every local step"
-        if device_steps > steps:
-            problem = (
-                f"its rounds are longer than its period. {once}, or pass the number of "
-                "steps: exchange(params, state, steps=...)"
-            )
-        elif 0 < 2 * device_steps <= steps:  # loss scaling skips fewer than half
-            problem = f"its rounds are shorter than its period. {once}"
-        elif self._consecutive_empty >= 2 and not self.center.rule.needs_params:
-            problem = (
-                "its messages are empty, and the center does not move. Make local "
-                "steps with worker.tx.update(grads, state, params), and give an "
-                "optimizer of your own as Worker(center, inner, ...). If loss scaling "
-                "skipped all of these steps, ignore this warning"
-            )
-        else:
-            return
-        self._warned_about_steps = True
-        _log.warning(
-            "worker %r made %d local steps in a round, but exchange() counted %d: %s",
-            self.name,
-            device_steps,
-            steps,
-            problem,
-        )
 
     def _check_loop(self, params: PyTree, state: LocalState) -> None:
         """Check the arrays of the training loop before anything is sent."""

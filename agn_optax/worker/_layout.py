@@ -58,7 +58,8 @@ class Layout:
         An array has the sharding of the parameter of its shape whose path ends its own
         path. For other arrays, such as counts, it is None: the compiler decides.
         """
-        known = dict(zip(self.paths, zip(self.shapes, self.shardings, strict=True)))
+        leaves = zip(self.shapes, self.shardings, strict=True)
+        known = dict(zip(self.paths, leaves, strict=True))
 
         def find(path: Any, leaf: Any) -> NamedSharding | None:
             for begin in range(len(path) + 1):
@@ -77,7 +78,9 @@ class Layout:
             key = jax.tree.structure(args), *sorted(kwargs.items())
             if key not in compiled:
                 abstract = jax.tree.map(_abstract, args)
-                result = jax.eval_shape(functools.partial(function, **kwargs), *abstract)
+                result = jax.eval_shape(
+                    functools.partial(function, **kwargs), *abstract
+                )
                 compiled[key] = jax.jit(
                     function, out_shardings=self.of(result), **options
                 )
@@ -134,9 +137,9 @@ class Layout:
                 return jax.tree.map(lambda x: x[None], sent), state
 
             state_specs = specs_of(state)
-            return on_devices(
-                encode_piece, (specs, state_specs), (rows, state_specs)
-            )(contribution, state)
+            return on_devices(encode_piece, (specs, state_specs), (rows, state_specs))(
+                contribution, state
+            )
 
         def decode(encoded: PyTree, like: PyTree) -> PyTree:
             def decode_piece(sent: PyTree, like: PyTree) -> PyTree:
@@ -189,7 +192,8 @@ def layout_of(params: PyTree) -> Layout | None:
             "a NamedSharding on one mesh, such as jax.device_put(x, "
             "NamedSharding(mesh, PartitionSpec())) for a replicated one, got "
             + ", ".join(sorted({type(s).__name__ for s in shardings}))
-            + f" on {len(meshes)} meshes, for {len(found)} of {treedef.num_leaves} leaves"
+            + f" on {len(meshes)} meshes, for {len(named)} of {treedef.num_leaves} "
+            "leaves"
         )
     (mesh,) = meshes
     processes = sorted({device.process_index for device in mesh.devices.flat})

@@ -35,6 +35,7 @@ from agn_optax.center import (
     Share,
     Snapshot,
     Submission,
+    Transfer,
     is_finite,
     not_finite,
     region_of,
@@ -45,6 +46,7 @@ from agn_optax.worker._layout import Layout
 PyTree = Any
 Record = TypeVar("Record", Snapshot, Answer)
 
+_SHORT = 1.0  # s
 _joins = itertools.count()  # the same in all processes, which make the same calls
 
 
@@ -109,7 +111,7 @@ class ProcessesCenter:
             lambda: self._center.join(
                 worker, Pieces(share, ()), timeout=timeout, resume_token=token
             ),
-            lambda: limit,
+            lambda _: limit,
         )
         self._session = ProcessesSession(
             session, self._center, self._layout, share, processes
@@ -133,7 +135,7 @@ class ProcessesCenter:
             lambda: self._center.initialize(
                 Pieces(session.share, pieces), worker=worker
             ),
-            lambda: session.limit,
+            lambda _: session.limit,
         )
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -186,12 +188,19 @@ class ProcessesSession(Session):
         """The token of this session: see `Session.resume_token`."""
         return self._session.resume_token
 
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfers of this process: see `Session.transfers`."""
+        return tuple(self._session.transfers)
+
     def exchange(self, submission: Submission) -> Answer:
         """Exchange with all processes: see `Session.exchange`."""
         own = self.pieces_of(submission.contribution)
         if self._has_shards:
             key = f"finite{next(self._agreements)}"
-            finite = self.processes.gather(key, bool(is_finite(own)), 2 * self.limit)
+            # Pieces may be on several devices.
+            is_own_finite = all(map(bool, map(is_finite, own)))
+            finite = self.processes.gather(key, is_own_finite, 2 * self.limit)
             own = own if all(finite) else not_finite(own)
         submission = submission._replace(contribution=own)
 
@@ -239,7 +248,9 @@ class ProcessesSession(Session):
             last_sequence, last = self._attempts
             number = last + 1 if last_sequence == sequence else 0
             self._attempts = sequence, number
-            record, versions = self._attempt(sequence, functools.partial(attempt, number))
+            record, versions = self._attempt(
+                sequence, functools.partial(attempt, number)
+            )
             if all(version == versions[0] for version in versions):
                 return record
 
@@ -258,7 +269,9 @@ class ProcessesSession(Session):
             f"exchange {sequence}, agreement {next(self._agreements)}",
             once,
             # Another process may receive more, or over a slower connection.
-            lambda: self.limit + 4 * (time.monotonic() - begin),
+            lambda failure: (
+                self.limit + (0 if failure else 4 * (time.monotonic() - begin))
+            ),
         )
         return got[0], versions
 
@@ -271,11 +284,15 @@ class ProcessesSession(Session):
         needed = {region.leaf for region in self.share.owned}
         for leaf in needed:
             shape = self._layout.shapes[leaf]
-            indices = self._layout.shardings[leaf].addressable_devices_indices_map(shape)
+            indices = self._layout.shardings[leaf].addressable_devices_indices_map(
+                shape
+            )
             for device, index in indices.items():
                 assert index is not None
                 region = region_of(index, shape, leaf)
-                found.setdefault((leaf, region), _on_device(leaves[leaf], device, shape))
+                found.setdefault(
+                    (leaf, region), _on_device(leaves[leaf], device, shape)
+                )
         return [found[region.leaf, region] for region in self.share.owned]
 
     def _whole(self, pieces: list[np.ndarray]) -> PyTree:
@@ -289,9 +306,9 @@ class ProcessesSession(Session):
             sharding = self._layout.shardings[leaf]
             indices = sharding.addressable_devices_indices_map(shape)
             arrays = [
-                jax.device_put(
-                    by_region[region_of(index, shape, leaf)], device
-                ).astype(self._dtypes[leaf])
+                jax.device_put(by_region[region_of(index, shape, leaf)], device).astype(
+                    self._dtypes[leaf]
+                )
                 for device, index in indices.items()
                 if index is not None
             ]
@@ -316,7 +333,7 @@ def _in_all(
     processes: Processes,
     key: str,
     call: Callable[[], Any],
-    limit: Callable[[], float],
+    limit: Callable[[Any], float],
 ) -> Any:
     """Call a function in all processes; return its result if it raised in none."""
     results = []
@@ -328,7 +345,7 @@ def _all_results(
     processes: Processes,
     key: str,
     call: Callable[[], Any],
-    limit: Callable[[], float],
+    limit: Callable[[Any], float],
 ) -> list[Any]:
     """Call a function in all processes; return the results of all, or raise in all.
 
@@ -342,7 +359,9 @@ def _all_results(
     except errors.AgnOptaxError as error:
         failure = error
         outcome["error"] = [type(error).__name__, str(error)]
-    everyone = processes.gather(key, outcome, limit())
+    # A process that has missed another one does not wait for it again.
+    has_missed = type(failure) is errors.CenterError
+    everyone = processes.gather(key, outcome, _SHORT if has_missed else limit(failure))
     failed = [
         (name == "CenterUnreachableError", index, name, text)
         for index, other in enumerate(everyone)

@@ -45,6 +45,16 @@ class StreamingState(NamedTuple):
         return self.fragments[0].local_steps
 
 
+class Looked(NamedTuple):
+    """Numbers about a message, on the device, for the checks of a worker.
+
+    They are results of the programs, because adopting an answer donates the state.
+    """
+
+    local_steps: jax.Array  # int32 scalar: steps in the record
+    residual_norms: jax.Array | None  # float32[2]: see `rounds.residual_norms`
+
+
 @functools.lru_cache(maxsize=32)
 def programs(
     rule: Rule,
@@ -103,10 +113,13 @@ def programs(
 
     def contribute(
         state: LocalState, params: PyTree, anchor: PyTree
-    ) -> tuple[PyTree, PyTree, jax.Array]:
-        # The steps are returned because adopting an answer donates the state.
+    ) -> tuple[PyTree, PyTree, Looked]:
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
-        return contribution, codec_state, state.local_steps
+        return contribution, codec_state, look(state, params, anchor)
+
+    def look(state: LocalState, params: PyTree, anchor: PyTree) -> Looked:
+        norms = rounds.residual_norms(rule, state, params, anchor)
+        return Looked(state.local_steps, norms)
 
     def reset(
         params: PyTree,
@@ -142,11 +155,12 @@ def programs(
     # The next message overwrites them, because allocating new ones would take longer.
     def send(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
-    ) -> tuple[PyTree, rounds.Sent, LocalState]:
+    ) -> tuple[PyTree, rounds.Sent, LocalState, Looked]:
         contribution, begun = rounds.send_and_begin(rule, state, params, anchor)
+        looked = look(state, params, anchor)
         copied = params if keeps_sent else None
         contribution, copied = rounds.overwrite(spare, (contribution, copied))
-        return contribution, rounds.Sent(copied, state.local_steps), begun
+        return contribution, rounds.Sent(copied, state.local_steps), begun, looked
 
     def continue_without_answer(
         params: PyTree, state: LocalState

@@ -20,7 +20,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, combinations, trees
+from agn_optax._internal import Notice, Thresholds, check, combinations, trees
 from agn_optax.center import MAX_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._fragment import (
@@ -95,9 +95,13 @@ class Worker:
         steps of the round. ``message_norm`` and ``staleness``: of the message.
         ``applied`` and ``rejected``: whether the message was applied or rejected (0 or
         1). ``version``: version of the center. ``seconds``: time from sending to the
-        answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The numbers
-        given to `report` are included. Callbacks wait for the device. An exception in a
-        callback is logged and not raised, because the exchange has been made.
+        answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. ``notices``:
+        number of notices that hold; each of them adds a 1 under its name, such as
+        ``notice_slow_exchange``. The numbers given to `report` are included. Callbacks
+        wait for the device. An exception in a callback is logged and not raised,
+        because the exchange has been made.
+      thresholds: `agn_optax.center.Thresholds` from which the worker says that
+        exchanges go wrong; None for ``Thresholds()``.
 
     Attributes:
       center: the center; with ``fragments``, each of its shards keeps one of them.
@@ -134,6 +138,8 @@ class Worker:
         the center; None before the first measurement.
       resume_token: this worker's session, for `restore` to continue; None before the
         start.
+      notices: what goes wrong now, as the log says it. The next message takes it to a
+        served center, whose status and page show it.
       due: whether the next call of `exchange` sends a message, or may adopt an answer.
 
     Raises:
@@ -168,6 +174,7 @@ class Worker:
         patience: int | None = None,
         give_up: float = 600.0,
         callbacks: Sequence[Callback] = (),
+        thresholds: Thresholds | None = None,
     ) -> None:
         such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
         check.instance(center, Center, f"center must be {such_as}")
@@ -180,6 +187,9 @@ class Worker:
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
         _check_callbacks(callbacks)
+        if thresholds is not None:
+            expected = "thresholds must be agn_optax.center.Thresholds(...)"
+            check.instance(thresholds, Thresholds, expected)
         self.center = center
         self.fragments = fragments
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
@@ -189,6 +199,7 @@ class Worker:
             overlap=overlap,
             patience=patience,
             give_up=give_up,
+            thresholds=thresholds,
         )
         self._model: WholeModel | FragmentedModel
         if fragments is None:
@@ -355,6 +366,11 @@ class Worker:
         if self.fragments is None:
             return tokens[0]
         return None if None in tokens else tokens
+
+    @property
+    def notices(self) -> list[Notice]:
+        """What goes wrong now, as the log says it."""
+        return [n for worker in self._workers for n in worker.checks.notices.current()]
 
     @property
     def due(self) -> bool:

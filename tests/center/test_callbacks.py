@@ -50,6 +50,7 @@ def test_callback_gets_the_metrics_of_every_exchange(overlap):
             "version": step,
             "bytes_sent": 16,
             "bytes_received": 16,
+            "notices": 0,
             "loss": 0.25,
         }
         assert {type(value) for value in values.values()} == {float}

@@ -1,4 +1,4 @@
-"""Rates of frequent and rare events, and overdue events."""
+"""Rates of frequent and rare events, and the time since the last one."""
 
 import itertools
 
@@ -18,21 +18,24 @@ def after(*times, each=(1, 10)):
 
 def test_rates_are_unknown_before_the_first_event():
     recent = after()
-    assert recent.rates(100.0) is recent.overdue(100.0) is None
+    assert recent.rates(100.0) is None
+    assert recent.idle(100.0) == (None, None)
     assert recent.totals == (0, 0)
 
 
 @pytest.mark.parametrize("interval", [0.01, 0.3, 1.0, 4.0, 60.0, 3600.0])
-def test_regular_events_have_their_rate_until_overdue(interval):
+def test_regular_events_have_their_rate_until_one_is_overdue(interval):
     count = max(20, round(20 / interval))
     recent = after(*(interval * n for n in range(1, count + 1)))
     last = count * interval
     for now in (last, last + 0.9 * interval, last + 1.9 * interval):
         assert recent.rates(now) == pytest.approx((1 / interval, 10 / interval), 0.06)
-        assert recent.overdue(now) is None
+        assert (recent.idle(now)[1] or 0.0) < 2
     late = last + max(10.0, 2 * interval) + 0.5
     assert recent.rates(late)[0] == 0
-    assert recent.overdue(late) == pytest.approx(late - last)
+    seconds, intervals = recent.idle(late)
+    assert seconds == pytest.approx(late - last)
+    assert intervals == pytest.approx(seconds / max(interval, 0.5), 0.2)
 
 
 def test_rate_is_that_of_the_last_ten_seconds():
@@ -44,18 +47,17 @@ def test_rate_is_that_of_the_last_ten_seconds():
     assert falling[-1] == 0
 
 
-def test_regular_pauses_are_not_overdue():
+def test_time_since_the_last_event_is_compared_with_regular_pauses():
     """For example, a worker may evaluate every third round."""
     times = itertools.accumulate([1.0, 1.0, 60.0] * 5)
     recent = after(*times)
-    assert recent.overdue(310.0 + 100.0) is None
-    assert recent.overdue(310.0 + 121.0) == pytest.approx(121.0)
+    assert recent.idle(310.0 + 120.0) == pytest.approx((120.0, 2.0))
 
 
 def test_slow_first_event_is_forgotten():
     """A worker's first round is slow because it compiles."""
     recent = after(100.0, *(100.0 + n for n in range(1, 20)))
-    assert recent.overdue(119.0 + 11.0) == 11.0
+    assert recent.idle(119.0 + 11.0) == (11.0, 11.0)
 
 
 @given(
@@ -71,7 +73,7 @@ def test_few_points_are_kept_and_rates_are_bounded(gaps, wait):
     exchanges, steps = recent.rates(now)
     assert 0 <= exchanges <= len(times) / 0.5
     assert steps == pytest.approx(10 * exchanges)
-    assert recent.overdue(now) in (None, now - times[-1])
+    assert recent.idle(now)[0] in (None, now - times[-1])
     copied = recent.copy()
     recent.add(now + 1.0, 1, 1)
     assert copied.rates(now) == (exchanges, steps)

@@ -229,14 +229,14 @@ def test_easgd_conserves_the_sum_at_every_exchange(exchanges):
 def test_message_of_a_worker_that_leaves_while_examined_is_dropped(again, monkeypatch):
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(4))
     store = center.core.store
-    norm, asked, goes_on = store.norm, threading.Event(), threading.Event()
+    measure, asked, goes_on = store.measure, threading.Event(), threading.Event()
 
     def slow(*args, **options):
         asked.set()
         assert goes_on.wait(60)
-        return norm(*args, **options)
+        return measure(*args, **options)
 
-    monkeypatch.setattr(store, "norm", slow)
+    monkeypatch.setattr(store, "measure", slow)
     session = center.join("anna")
 
     def exchange():

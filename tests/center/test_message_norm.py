@@ -26,7 +26,7 @@ def make_store(flatten, dtype="float32"):
 
 
 def norm_of(store, sent):
-    return float(store.norm(store.place(sent), store.current.params))
+    return float(store.measure(store.place(sent), store.current.params)[0])
 
 
 @pytest.mark.parametrize("flatten", [True, False])

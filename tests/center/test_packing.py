@@ -87,7 +87,7 @@ def test_packed_center_is_equal_with_any_rule(name):
         norms = []
         for store in both:
             placed = [store.place(message) for message in messages]
-            norms.append(store.norm(placed[0], store.current.params))
+            norms.append(store.measure(placed[0], store.current.params)[0])
             counts = [0.5] * len(placed)
             store.apply(submissions(*placed), [i] * len(placed), counts)
         np.testing.assert_allclose(*norms, rtol=1e-6)

@@ -502,7 +502,7 @@ def test_steps_of_another_optimizer_give_a_warning_at_second_exchange(
     assert messages[1] == []
     assert messages[2] == messages[4]
     assert len(messages[2]) == 1
-    wanted = r"made 0 local steps .* counted 5: its messages are empty.*worker\.tx\.up"
+    wanted = r"no local step in 2 rounds .* counted 5 .* are empty.*worker\.tx\.update"
     assert re.search(wanted, messages[2][0])
 
 

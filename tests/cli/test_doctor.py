@@ -167,6 +167,13 @@ def test_doctor_reports_an_unreachable_direct_port():
     assert "--direct-address" in message
 
 
+def test_doctor_compares_the_interface_with_the_expected_one(server):
+    found = checks(server.address, "--interface=lo", code=0)["connection"]
+    assert found == ("ok", f"connected to {server.address} over interface 'lo'")
+    said = fails("doctor", server.address, "--interface=none0", code=2)
+    assert "interface must be one of this machine's" in said
+
+
 def test_doctor_warns_when_its_token_may_not_exchange(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("observer * 0123456789abcdef\n")

@@ -121,6 +121,14 @@ def test_doctor_finds_no_fault_in_a_good_network(wired):
 
 
 @pytest.mark.slow
+def test_doctor_finds_another_interface_than_expected(wired):
+    result, message = doctor(wired, "--interface=eth2")["connection"]
+    assert result == "warning"
+    assert "over interface 'eth1', and 'eth2' was expected" in message
+    assert doctor(wired, "--interface=eth1")["connection"][0] == "ok"
+
+
+@pytest.mark.slow
 def test_doctor_finds_a_firewall_before_the_direct_port(wired):
     answers = ("from", "10.77.1.2", "ipproto", "tcp", "sport", DIRECT, "blackhole")
     wired.ip(wired.there, "rule", "add", *answers)

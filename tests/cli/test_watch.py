@@ -101,6 +101,8 @@ def a_worker(name, **values):
         "period": 100,
         "rejected": 0,
         "dropped": 0,
+        "steps_delivered": 1234500,
+        "weight_delivered": 0.0,
         "waits": False,
         "reported": {"loss": 0.5},
         **values,

@@ -31,6 +31,8 @@ LAYOUTS = {
     "replicated": dict.fromkeys(SHAPES, P()),
 }
 TIMEOUT = 20.0  # s
+# Added to the gradients, by the name of the worker. The first is the chief.
+WORKERS = {"anna": 0.0, "bert": 0.25, "carl": -0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Scenario:
     weight: Any = None
     flush: bool = False
     returns: bool = False  # whether the worker leaves and starts again
+    together: bool = False  # whether all of WORKERS run it, in rounds
 
 
 def _scenarios():
@@ -98,6 +101,7 @@ def _scenarios():
         },
         flush=True,
     )
+    made["rounds"] = Scenario(by_rule["diloco"], together=True)
     return made
 
 
@@ -123,7 +127,7 @@ def sharded(layout, mesh):
     }
 
 
-def run(scenario, center, name, first, *, chief=True):
+def run(scenario, center, name, first):
     """Run a scenario, whose gradients treat each element by itself.
 
     All factors are powers of two, so that a product and its sum are rounded once, no
@@ -137,13 +141,15 @@ def run(scenario, center, name, first, *, chief=True):
     @jax.jit
     def step(loop):
         params, state = loop
-        grads = jax.tree.map(lambda x: jnp.where(x > 0.1, 0.25 * x, -0.5), params)
+        grads = jax.tree.map(
+            lambda x: jnp.where(x > 0.1, 0.25 * x, -0.5) + WORKERS[name], params
+        )
         updates, state = worker.tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     with worker:
         for _ in range(1 + scenario.returns):
-            loop = worker.start(first, chief=chief)
+            loop = worker.start(first, chief=name == "anna")
             for _ in range(scenario.steps):
                 loop = worker.exchange(*step(loop), weight=scenario.weight)
             if scenario.flush:

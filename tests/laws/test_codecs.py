@@ -501,6 +501,8 @@ class HalfReachableCenter(agn_optax.LocalCenter):
 class HalfReachableSession:
     """A session that records the messages and loses the response of every other."""
 
+    transfers = ()
+
     def __init__(self, session, received):
         self.worker, self.leave = session.worker, session.leave
         self._session, self._received = session, received

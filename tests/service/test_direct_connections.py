@@ -457,15 +457,16 @@ def test_exchange_behind_another_one_does_not_time_out(monkeypatch):
             assert sent.result(LIMIT).version == 2
 
             store = server.center.core.store
-            norm, compiles, compiled = store.norm, threading.Event(), threading.Event()
+            compiles, compiled = threading.Event(), threading.Event()
+            measure = store.measure
 
             def slow(contribution, center, **settings):
                 if jax.tree.leaves(contribution)[0].dtype == jnp.bfloat16:
                     compiles.set()
                     assert compiled.wait(LIMIT)
-                return norm(contribution, center, **settings)
+                return measure(contribution, center, **settings)
 
-            store.norm = slow
+            store.measure = slow
             narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ones)
             first = in_background(
                 lambda: sessions.exchange(
@@ -1089,15 +1090,15 @@ def test_message_changed_after_its_check_is_not_applied():
     schema = _trees.schema_of(center_params())
     with served() as (server, _):
         store, seen = server.center.core.store, threading.Event()
-        norm = store.norm
+        measure = store.measure
 
         def checked(contribution, center, **settings):
-            result = jax.block_until_ready(norm(contribution, center, **settings))
+            result = jax.block_until_ready(measure(contribution, center, **settings))
             message[...] = np.nan  # between the check and the update
             seen.set()
             return result
 
-        store.norm = checked
+        store.measure = checked
         with by_hand(server) as (end, reader):
             arrays = [attach(end, number, schema.size) for number in (1, 2)]
             for _ in arrays:

@@ -262,9 +262,12 @@ def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
         wait_until(lambda: keeper.degraded)
         monitor.update()
         monitor.update()
-        (text,) = event_texts(monitor, "degraded")
-        assert text == monitor.view()["degraded"]
-        assert text.startswith("no snapshot could be written")
+        (text,) = event_texts(monitor, "warning")
+        view = monitor.view()
+        assert [notice["text"] for notice in view["notices"]] == [text]
+        assert text == f"the center on disk lacks changes: {view['degraded']}"
+        gauge = 'agn_optax_notice{check="not_on_disk",worker=""} 1.0'
+        assert gauge in _metrics.exposition(view).decode()
         monkeypatch.undo()
 
 

@@ -313,6 +313,31 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
         assert sum(counts) == 5000
 
 
+def test_notices_and_totals_are_shown(browser):
+    shown = BrowserPage(browser)
+    with (
+        service.serve(RULE, START, page="127.0.0.1:0") as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        session = center.join(EVIL)
+        for number in range(1, 11):
+            sent = ONES * (np.nan if number % 5 == 0 else 1.0)
+            anchor = server.center.version
+            session.exchange(Submission(number, sent, anchor, steps=7, weight=2.0))
+        browser.get(server.page_address)
+        text = f"Warning: 2 of the last 10 messages of worker {EVIL!r} were rejected"
+        until(lambda: shown.text("#banner").startswith(text))
+        assert "What to do: if messages are rejected" in shown.text("#banner")
+        assert "56 of 70 delivered, weight 16" in shown.text("#tiles")
+        assert shown.row(EVIL)["steps"] == "56"
+        until(lambda: "were rejected" in shown.text("#events"))
+        for number in range(11, 21):
+            anchor = server.center.version
+            session.exchange(Submission(number, ONES, anchor_version=anchor))
+        until(lambda: not shown.text("#banner"))
+        assert not shown.complaints()
+
+
 def test_stalled_worker_is_not_shown_as_good(browser):
     shown = BrowserPage(browser)
     with service.serve(RULE, START, page="127.0.0.1:0") as server:

@@ -803,7 +803,8 @@ def test_repr_has_rule_version_workers_address_and_transport():
         assert repr(both) == f"ShardedCenter({center!r}, {center!r})"
     assert "which has ended" in repr(server)
     assert set(public(agn_optax.LocalCenter)) == {
-        *("close", "describe", "initialize", "join", "pull", "restore", "save"),
+        *("close", "describe", "initialize", "join", "notices", "pull", "restore"),
+        *("save",),
         *("version", "wait", "workers"),
     }
 

@@ -82,7 +82,8 @@ def test_submission_comes_back(weight, center, received):
     session = center.join("anna")
     for number in (1, 2):
         session.exchange(Submission(number, ONES, anchor_version=number - 1))
-    sent = Submission(3, ONES, 2, 5, weight, {"loss": np.float32(0.25)})
+    notices = {"residual": "it grows"}
+    sent = Submission(3, ONES, 2, 5, weight, {"loss": np.float32(0.25)}, notices)
     answer = session.exchange(sent)
     came = received[2]._replace(contribution=None)
     assert came == sent._replace(contribution=None)

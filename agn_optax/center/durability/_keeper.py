@@ -22,7 +22,7 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
-from agn_optax.center._store import CenterState, Store
+from agn_optax.center._store import CenterState, Store, log_version
 from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory
 from agn_optax.center.durability._files import disk_errors
@@ -246,7 +246,9 @@ class Keeper:
         about = {
             "ledger": ledger,
             "messages": [plain(submission) for submission in submissions],
-            "decoded": [isinstance(s.contribution, rounds.Decoded) for s in submissions],
+            "decoded": [
+                isinstance(s.contribution, rounds.Decoded) for s in submissions
+            ],
             "staleness": staleness,
             "weights": weights,
             "workers": workers,
@@ -367,6 +369,7 @@ class Keeper:
         self._saved = number, self.center_id
         self._snapshot_error = ""  # cleared before the new version can be seen
         self.saved_version = int(state.version)
+        log_version(f"a snapshot is in {self._directory.path},", lambda: state)
 
 
 def _apply_record(record: Record, store: Store) -> None:

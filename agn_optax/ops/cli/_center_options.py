@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from agn_optax import errors, service
-from agn_optax._internal import check
+from agn_optax._internal import check, notices
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
@@ -15,6 +15,7 @@ from agn_optax.center import (
     MessageLimits,
     Mode,
     Synchronous,
+    Thresholds,
 )
 from agn_optax.ops.cli import _options
 from agn_optax.ops.cli._options import Group
@@ -50,6 +51,11 @@ _TLS = Group(
 _SECURITY = Group(service.Security)
 _LIMITS = Group(service.Limits)
 _MESSAGES = Group(MessageLimits, prefix="reject_")
+_THRESHOLDS = Group(
+    Thresholds,
+    *(name for name, row in notices.CHECKS.items() if row.observer == "center"),
+    prefix="warn_",
+)
 
 
 @_options.record(
@@ -61,6 +67,7 @@ _MESSAGES = Group(MessageLimits, prefix="reject_")
         "security": _SECURITY,
         "limits": _LIMITS,
         "messages": _MESSAGES,
+        "thresholds": _THRESHOLDS,
     },
     everyday=("address", "journal", "save", "mode", "tokens", "page"),
     modes=", ".join(_MODES),
@@ -109,6 +116,9 @@ class CenterOptions:
 
     Message limits:
       *messages
+
+    Thresholds of what the log and the status say; 0 says nothing:
+      *thresholds
     """
 
     address_file: pathlib.Path | None = None
@@ -143,6 +153,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
         "mode": _mode_of(options),
         "durability": _JOURNAL.build_if_given("directory", options),
         "limits": _LIMITS.build(options, messages=_MESSAGES.build(options)),
+        "thresholds": _THRESHOLDS.build(options),
         "security": _SECURITY.build(options, tls=_tls_of(options)),
         **_SERVED.given(options),
     }

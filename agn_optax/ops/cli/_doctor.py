@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from agn_optax import service
 from agn_optax.ops.cli import _options, _rules, _status, _table
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.cli._status import Reached
 from agn_optax.ops.doctor._checks import Checks
 
+Interface = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Network interface of this machine that exchanges are expected to use.",
+    ),
+]
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
@@ -19,6 +29,7 @@ def doctor(
     rule: RuleOptions,
     config: _options.Config = None,
     timeout: _status.Timeout = 5.0,
+    interface: Interface = None,
     json: _options.Json = False,
 ) -> None:
     """Check the network path to a center, and the center itself, step by step.
@@ -35,6 +46,7 @@ def doctor(
         _rules.make(rule) if _options.given(rule) else None,
         timeout=timeout,
         tls=_status.settings(reached)["tls"],
+        interface=service.ExpectedLink(interface=interface).interface,
     )
     console = _table.console()
     findings = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 import jax
@@ -62,7 +64,11 @@ def serve(
         signals.append(signum)
         signal.signal(signum, signal.SIG_DFL)  # the next signal kills
 
-    with handled(_SIGNALS, on_signal), contextlib.ExitStack() as stack:
+    with (
+        handled(_SIGNALS, on_signal),
+        _log_to_stderr(),
+        contextlib.ExitStack() as stack,
+    ):
         if token and is_fixed:
             _store_token(stack, address, token, stays=True)
         server = stack.enter_context(service.serve(center_rule, **settings))
@@ -104,6 +110,21 @@ def serve(
         typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)
+
+
+@contextlib.contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Write what this package logs to stderr, with information such as hashes."""
+    log, handler = logging.getLogger("agn_optax"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("agn-optax: %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
 
 
 def _store_token(

@@ -10,6 +10,8 @@ import rich.console
 import rich.table
 import rich.text
 
+from agn_optax._internal import Notice
+from agn_optax.center import Totals
 from agn_optax.ops import units
 
 _Status = dict[str, Any]
@@ -29,6 +31,8 @@ _OTHERS: dict[str, _Cell] = {
     "period": lambda worker: str(worker["period"] or "-"),
     "rejected": lambda worker: str(worker["rejected"]),
     "dropped": lambda worker: str(worker["dropped"]),
+    "local steps": lambda worker: str(worker["steps_delivered"]),
+    "weight": lambda worker: _number(worker["weight_delivered"] or None),
 }
 
 
@@ -53,8 +57,8 @@ def of(center: _Status) -> rich.console.Group:
 
 def _warnings(center: _Status) -> list[str]:
     """Return what an operator should know of a center, in a line each."""
-    found = {"warning": center.get("degraded"), "waiting": center.get("error")}
-    return [f"{kind}: {text}" for kind, text in found.items() if text]
+    found = [f"warning: {Notice(**notice)}" for notice in center.get("notices", ())]
+    return [*found, f"waiting: {center['error']}"] if center.get("error") else found
 
 
 def _workers(center: _Status) -> rich.table.Table:
@@ -121,10 +125,12 @@ def _title(center: _Status) -> str:
 def _caption(center: _Status) -> str:
     workers = center["workers"]
     rate = sum(worker["exchanges_per_second"] or 0.0 for worker in workers)
+    totals = Totals(**{name: center[name] for name in Totals._fields})
     direct, page = center["direct_address"], center["page_address"]
     return (
         f"{_number(rate)} exchanges/s, up {center['uptime']:.0f} s, "
-        f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
+        f"{len(workers)} worker{'' if len(workers) == 1 else 's'}, "
+        f"{totals}"
         + (f", direct connections at {direct}" if direct else "")
         + (f", page at {page}" if page else "")
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from agn_optax import errors
+from agn_optax._internal import Notice
 from agn_optax._version import __version__
 from agn_optax.ops import units
 from agn_optax.rules import Rule
@@ -19,7 +20,9 @@ from agn_optax.service import (
     address,
     fingerprint,
     handshake,
+    interface_of,
     publishing,
+    sockets,
     wire,
 )
 
@@ -51,6 +54,7 @@ class Checks:
       rule: rule to compare with the center's; None for no comparison.
       timeout: seconds that a call may take.
       tls: TLS settings of this end; None for plain text.
+      interface: name of the network interface to use; None for any.
     """
 
     address: str
@@ -59,6 +63,7 @@ class Checks:
     _: dataclasses.KW_ONLY
     timeout: float
     tls: Tls | None
+    interface: str | None = None
     _center: Any = dataclasses.field(init=False, default=None)
     _description: Any = dataclasses.field(init=False, default=None)
 
@@ -104,13 +109,22 @@ class Checks:
 
     def _check_connection(self) -> _Outcome:
         try:
-            handshake.connect(self.address, self.timeout).close()
+            with handshake.connect(self.address, self.timeout) as sock:
+                interface = interface_of(sockets.local_address(sock))
         except OSError as error:
             return "failed", (
                 f"nothing listens at {self.address}: {error}. Is the center running, "
                 "and does a firewall let you through?"
             )
-        return "ok", f"connected to {self.address}"
+        over = f" over interface {interface!r}" if interface else ""
+        text = f"connected to {self.address}{over}"
+        expected = self.interface
+        if interface and expected not in (None, interface):
+            return "warning", (
+                f"{text}, and {expected!r} was expected: give an address of the center "
+                "in the network of that interface, or change the routes of this machine"
+            )
+        return "ok", text
 
     def _check_encryption(self) -> _Outcome:
         self._center = self.observer()
@@ -198,8 +212,8 @@ class Checks:
         return "ok", f"connected to {second}"
 
     def _check_state(self) -> _Outcome:
-        if degraded := self._center.status()["degraded"]:
-            return "warning", degraded
+        if notices := self._center.status()["notices"]:
+            return "warning", "; ".join(str(Notice(**notice)) for notice in notices)
         if not self._description.HasField("schema"):
             return "warning", "no parameters yet: no worker has started as chief"
         leaves = wire.from_bytes(self._description.schema).leaves

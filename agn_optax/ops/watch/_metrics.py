@@ -23,6 +23,10 @@ _NAMES = {
     "period": "period_steps",
     "dropped": "dropped_total",
     "rejected": "rejected_total",
+    "steps_made": "steps_made_total",
+    "steps_delivered": "steps_delivered_total",
+    "weight_made": "weight_made_total",
+    "weight_delivered": "weight_delivered_total",
 }
 
 
@@ -68,6 +72,8 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
         if isinstance(value, int | float):
             yield family(_NAMES.get(key, key), [(value,)])
     yield family("degraded", [(bool(view["degraded"]),)])
+    notices = [(x["check"], x["worker"], 1) for x in view["notices"]]
+    yield family("notice", notices, "check", "worker")
     yield family("rejected_total", view["rejected"].items(), "by")
     yield family("events_total", view["event_counts"].items(), "kind")
 

@@ -180,10 +180,14 @@ class Monitor:
             numbers = status["parameters"]
             text = f"the center has its first parameters, {numbers:,} numbers"
             self._add_event(at, "initialized", text=text)
-        if status["degraded"] and status["degraded"] != before["degraded"]:
-            self._add_event(at, "degraded", text=status["degraded"])
-        elif before["degraded"] and not status["degraded"]:
-            self._add_event(at, "recovered", text="no longer degraded")
+        old, new = ({_key(x): x for x in s["notices"]} for s in (before, status))
+        for key, notice in new.items():
+            if key not in old:
+                self._add_event(at, "warning", notice["worker"], notice["text"])
+        for key, notice in old.items():
+            if key not in new:
+                text = f"no longer: {notice['text']}"
+                self._add_event(at, "recovered", notice["worker"], text)
         exchanges, traffic = self._recent.totals
         added = (
             self._bins.total() - exchanges,
@@ -314,6 +318,10 @@ class Monitor:
             "events": sorted(events, key=lambda event: event["number"]),
             "event_counts": dict(self._kinds),
         }
+
+
+def _key(notice: dict[str, Any]) -> tuple[str, str]:
+    return notice["check"], notice["worker"]
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import check, keep_running
-from agn_optax.center import Pieces, ShardedCenter, Snapshot
+from agn_optax.center import ExpectedLink, Pieces, ShardedCenter, Snapshot
 from agn_optax.round import Fragments
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _published
@@ -47,6 +47,7 @@ def connect(
     token: _token.Token = None,
     transports: Sequence[str] | None = None,
     fragments: Fragments | None = None,
+    expected: ExpectedLink | None = None,
 ) -> RemoteCenter | ShardedCenter:
     """Connect to the center at an address, and return it for use as a `LocalCenter`.
 
@@ -84,6 +85,9 @@ def connect(
       fragments: the fragments of the model, one for each of several servers, for a
         center whose workers (or some of them) exchange by these fragments. All workers
         must pass the same fragments. None divides the leaves by size.
+      expected: how exchanges are expected to travel: their rate, interface and
+        transport. A worker warns if they travel otherwise. None expects the center's
+        direct connection, if ``transports`` has it, and the worker's best rate so far.
 
     Returns:
       The center.
@@ -131,13 +135,17 @@ def connect(
         )
     check.seconds(timeout, "timeout", positive=True)
     allowed_transports = transports_named(transports)
+    if expected is not None:
+        check.instance(expected, ExpectedLink, "expected must be an ExpectedLink")
+        if expected.transport is not None:
+            transports_named([expected.transport])  # raises if there is none
     is_whole = len(addresses) == 1
     with contextlib.ExitStack() as on_error:
         centers = []
         for part in addresses:
             connection = Connection(part, timeout, tls, insecure, token)
             on_error.callback(connection.close)
-            remote = Remote(connection, rule, allowed_transports)
+            remote = Remote(connection, rule, allowed_transports, expected)
             centers.append(RemoteCenter(remote, like if is_whole else None))
         center: RemoteCenter | ShardedCenter = centers[0]
         if not is_whole:

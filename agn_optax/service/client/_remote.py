@@ -11,7 +11,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import Pieces, Submission
+from agn_optax.center import ExpectedLink, Pieces, Submission
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
@@ -40,19 +40,26 @@ class Remote:
       connection: the connection to the center.
       rule: the rule that the center must run.
       transports: transports that exchanges may use, in order of preference.
+      expected: how exchanges are expected to travel; None expects nothing.
 
     Attributes:
       connection: the connection to the center.
       rule: the rule of the center.
+      expected: as given.
       schemas: see `known_schemas`; None until the center is initialized.
       description: the last description that the center gave.
     """
 
     def __init__(
-        self, connection: Connection, rule: Rule, transports: Sequence[Transport]
+        self,
+        connection: Connection,
+        rule: Rule,
+        transports: Sequence[Transport],
+        expected: ExpectedLink | None = None,
     ) -> None:
         self.connection = connection
         self.rule = rule
+        self.expected = expected or ExpectedLink()
         self.schemas: WireSchemas | None = None
         self.description: pb.Description
         self._buffers, self._wide_buffers = Buffers(), Buffers()
@@ -121,9 +128,7 @@ class Remote:
 
     # Messages and answers.
 
-    def frame(
-        self, submission: Submission, worker: str, schemas: WireSchemas
-    ) -> Frame:
+    def frame(self, submission: Submission, worker: str, schemas: WireSchemas) -> Frame:
         """Return the frame of a submission; the session sends copies of the frame.
 
         Args:
@@ -288,6 +293,9 @@ class Remote:
                 if failed:
                     _log.info("%s: transports that failed: %s", self.address, failed)
                 link.transport = transport.name
+                # Shared memory fails for every worker on another machine.
+                if "socket" in failed and "socket" in self._offers:
+                    link.detour = str(failed["socket"])
                 return link
             if len(failed) == 1:  # the center may have restarted with other offers
                 old_offers = self._offers

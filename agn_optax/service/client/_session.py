@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center import Answer, Session, Share, Snapshot, Submission
+from agn_optax.center import Answer, Session, Share, Snapshot, Submission, Transfer
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
@@ -80,6 +80,8 @@ class RemoteSession(Session):
         # The number of the exchange in flight, and its frame.
         self._in_flight: tuple[int, Frame] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
+        self._sent_at = 0.0  # when it was sent; monotonic seconds
+        self._transfer: Transfer | None = None  # of the last exchange
         self.has_left = False  # whether it has left, or is about to
         self._on_left = on_left
 
@@ -87,6 +89,11 @@ class RemoteSession(Session):
     def transport(self) -> str:
         """Name of the transport in use; "" while there is no connection."""
         return "" if self._link is None else self._link.transport
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The messages of the last exchange: see `Session.transfers`."""
+        return () if self._transfer is None else (self._transfer,)
 
     @property
     def resume_token(self) -> Any:
@@ -142,6 +149,7 @@ class RemoteSession(Session):
                 return None
             snapshot, arrays = answer
             received = sum(array.nbytes for array in arrays)
+            self._measure(snapshot, received)
             if self._share is not None:
                 self._remote.check_dtypes()
                 return answer_of(snapshot, arrays, received)
@@ -269,6 +277,7 @@ class RemoteSession(Session):
         if link is None or (link.is_done() and self._sent_over is not link):
             link = self._open()
         if self._sent_over is not link:
+            self._sent_at = time.monotonic()
             with self._watching(link):
                 link.send(frame.copy())
             self._sent_over = link
@@ -304,10 +313,26 @@ class RemoteSession(Session):
             self._missing_since = math.inf
             raise errors.CenterError(
                 f"processes {list(waiting.missing)} of worker {self.worker!r} have not "
-                f"joined, or not sent their pieces, within {timeout:g} s: all processes "
-                "of a worker must make the same calls of start, exchange and flush"
+                f"joined, or not sent their pieces, within {timeout:g} s: all "
+                "processes of a worker must make the same calls of start, exchange "
+                "and flush"
             )
         return True
+
+    def _measure(self, snapshot: pb.Snapshot, received: int) -> None:
+        """Record how the exchange in flight travelled, when its answer has come."""
+        assert self._in_flight is not None
+        assert self._link is not None
+        seconds = time.monotonic() - self._sent_at - snapshot.held
+        self._transfer = Transfer(
+            self._remote.address,
+            self._link.transport,
+            self._link.interface,
+            self._in_flight[1].nbytes + received,
+            max(seconds, 0.0),
+            self._remote.expected,
+            self._link.detour,
+        )
 
     @contextlib.contextmanager
     def _watching(

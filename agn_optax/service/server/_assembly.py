@@ -62,7 +62,7 @@ class Whole:
 
     def places(self, regions: Sequence[Region]) -> list[np.ndarray]:
         """Return views of regions, whose leaves are numbered as in the schema."""
-        return [self.views[r.leaf][*r.slices, ...] for r in regions]
+        return [self.views[region.leaf][region.slices] for region in regions]
 
     def write(self, regions: Sequence[Region], arrays: Sequence[Any]) -> None:
         """Write arrays to their regions."""

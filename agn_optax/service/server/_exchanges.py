@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
@@ -21,6 +23,13 @@ from agn_optax.service.wire._submission import submission_of
 
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
+
+
+@dataclasses.dataclass
+class _Arrival:
+    """When a message has arrived."""
+
+    at: float = 0.0  # monotonic seconds
 
 
 class Exchanges:
@@ -78,12 +87,11 @@ class Exchanges:
         traffic = self._traffic.get(session.worker)
         part = session if isinstance(session, Part) else None
         with self.counting("running"), ExitStack() as stack:
-            if part is None:
-                kept = yield from self._apply(session, message, reader, stack, traffic)
-            else:
-                kept = yield from _of_part(
-                    part, self._apply(part, message, reader, stack, traffic), message
-                )
+            arrival = _Arrival()
+            applying = self._apply(session, message, reader, stack, traffic, arrival)
+            if part is not None:
+                applying = _of_part(part, applying, message)
+            kept = yield from applying
             answer = kept.answer
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
@@ -94,6 +102,7 @@ class Exchanges:
             frames = self._frames if part is None else part
             with self._core.reading(kept.version) as version:
                 frame = frames.answer_frame(version, answer)
+                frame.header.snapshot.held = time.monotonic() - arrival.at
                 if kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
                     # without it cannot be used, so the rest may be sent before.
@@ -109,6 +118,7 @@ class Exchanges:
         reader: FrameReader,
         stack: ExitStack,
         traffic: Traffic,
+        arrival: _Arrival,
     ) -> Generator[Frame, None, KeptAnswer]:
         """Receive and apply a message; return its answer.
 
@@ -124,6 +134,7 @@ class Exchanges:
         else:
             buffer = reader.read_buffer(schema, "a message")
             contribution = self._frames.contribution(schema, buffer)
+        arrival.at = time.monotonic()
         stack.enter_context(self.counting("answering"))
         self._traffic.count(traffic, received=schema.size)
         submission = submission_of(message, contribution)
@@ -131,6 +142,7 @@ class Exchanges:
         if part is None or (part.is_first and message.sequence):
             traffic.period = submission.steps
             traffic.reported = dict(submission.reported or {})  # all, in each message
+            self._core.notices.take(session.worker, submission.notices or {})
         submit = functools.partial(session.submit, submission)
         # Compilation may take minutes. The last of several processes compiles.
         if isinstance(session, Part) or schema.hash not in self._compiled:

@@ -11,8 +11,8 @@ import threading
 import time
 import weakref
 
-from agn_optax._internal import arguments, check
-from agn_optax.center import LocalCenter, PackedCenter
+from agn_optax._internal import arguments, check, keep_running
+from agn_optax.center import LOOK_INTERVAL, LocalCenter, PackedCenter
 from agn_optax.service.security._access import Authenticator
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.server._settings import Limits, Security, ServerSettings
@@ -60,6 +60,14 @@ class Server(contextlib.AbstractContextManager["Server"]):
         ended = ", which has ended" if self._stopped.is_set() else ""
         return f"Server(at {self.address}{ended}, {self.center!r})"
 
+    def start(self) -> None:
+        """Look for what goes wrong until the server has stopped."""
+        keep_running(self._look, "agn-optax notices")
+
+    def _look(self) -> None:
+        while not self._stopped.wait(LOOK_INTERVAL):
+            self.center.core.look()
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the server has stopped; return False if it has not in time.
 
@@ -103,12 +111,13 @@ class Server(contextlib.AbstractContextManager["Server"]):
         end = time.monotonic() + grace
         for listener in self._listeners.values():
             listener.drain()
-        self.center.close(f"the center at {self.address} is going down")
+        self.center.core.close(f"the center at {self.address} is going down")
         exchanges = self._servicer.exchanges
         while not exchanges.wait_until_idle(_CHECK_INTERVAL) and time.monotonic() < end:
             pass
         for listener in self._listeners.values():
             listener.close(timeout=max(0.0, end + _CLOSE_TIMEOUT - time.monotonic()))
+        self.center.close()  # logs the end, which takes long for a large center
         self._stopped.set()
         atexit.unregister(self.stop)
 
@@ -161,6 +170,7 @@ def serve(settings: ServerSettings) -> Server:
         servicer = Servicer(center.core, authenticator, dtype_name, limits)
         server = Server(center, servicer, _listeners(servicer, settings))
         on_error.callback(server.stop)
+        server.start()
         on_error.pop_all()
     return server
 

@@ -19,13 +19,13 @@ from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service.security._access import Authenticator, Caller
 from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._rate_limits import MAX_WAIT
-from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._assembly import (
     Assembly,
     FirstParameters,
     Part,
     check_regions,
 )
+from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._exchanges import WAITING, Exchanges, waiting_for
 from agn_optax.service.server._settings import Limits
 from agn_optax.service.server._status import WorkerTraffic
@@ -398,7 +398,8 @@ class Servicer:
         version, members, waiting = self.core.members()
         is_initialized = self.core.is_initialized
         parameters, nbytes = self._frames.parameters if is_initialized else (0, 0)
-        keeper = self.core.keeper
+        keeper, notices = self.core.keeper, self.core.notices.current()
+        stalled = {x.worker for x in notices if x.check == "missed_periods"}
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
@@ -414,7 +415,9 @@ class Servicer:
             rejected=dict(self.core.ledger.rejections.counts),
             degraded="" if keeper is None else keeper.degraded,
             center=self.core.center_id,
-            workers=self._traffic.statuses(members, waiting),
+            workers=self._traffic.statuses(members, waiting, stalled),
+            notices=[pb.Notice(**notice._asdict()) for notice in notices],
+            **self.core.ledger.totals._asdict(),
         )
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:

@@ -58,28 +58,32 @@ class WorkerTraffic:
                 counted.bytes_sent += sent
 
     def statuses(
-        self, members: dict[str, Member], waiting: Collection[str]
+        self,
+        members: dict[str, Member],
+        waiting: Collection[str],
+        stalled: Collection[str],
     ) -> list[pb.WorkerStatus]:
         """Return the statuses of workers, in the order of their names.
 
         Args:
           members: the workers by their names.
           waiting: names of workers whose message waits to be applied.
+          stalled: names of workers that make no exchanges, as a notice says.
         """
         workers = dict(self._workers)
         return [
-            _status_of(name, member, name in waiting, workers.get(name))
+            _status_of(
+                name, member, name in waiting, name in stalled, workers.get(name)
+            )
             for name, member in sorted(members.items())
         ]
 
 
 def _status_of(
-    name: str, member: Member, waits: bool, traffic: Traffic | None
+    name: str, member: Member, waits: bool, is_stalled: bool, traffic: Traffic | None
 ) -> pb.WorkerStatus:
-    """Return the status of a worker; one that waits for the center is not stalled."""
     now = time.monotonic()
     exchanges, steps = member.recent.rates(now) or (None, None)
-    is_awaited = member.connected and not waits
     return pb.WorkerStatus(
         name=name,
         connected=member.connected,
@@ -92,6 +96,7 @@ def _status_of(
         rejected=member.rejected,
         exchanges_per_second=exchanges,
         steps_per_second=steps,
-        stalled=member.recent.overdue(now) if is_awaited else None,
+        stalled=member.recent.idle(now)[0] if is_stalled else None,
+        **member.totals._asdict(),
         **({} if traffic is None else dataclasses.asdict(traffic)),
     )

@@ -26,6 +26,7 @@ from agn_optax.service.security._access import Caller
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.transports._connection import Connection
+from agn_optax.service.transports._interfaces import source_address
 from agn_optax.service.transports._link import Link
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
@@ -78,6 +79,9 @@ class GrpcLink(Link):
         self._frames.put(None)
         for _ in self._call:
             pass
+
+    def local_address(self) -> str:
+        return source_address(self._address)
 
     def end_reason(self) -> errors.AgnOptaxError:
         self._call.cancel()  # without effect if the call has ended

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable
 
 from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports._interfaces import interface_of
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import Frame, FrameReader, do_nothing
@@ -26,10 +28,11 @@ class Link(FrameReader, abc.ABC):
       on_served: called when a frame was received that is not an error.
       deadline: time at which the watchdog cancels the call; monotonic seconds.
       is_late: whether the watchdog has canceled the call.
-      transport: name of the transport, once the link was dialed for a worker.
+      transport, detour: name of the transport, and why a direct connection was not
+        made, once the link was dialed for a worker.
     """
 
-    transport = ""
+    transport = detour = ""
 
     end_errors: tuple[type[Exception], ...]
 
@@ -52,6 +55,18 @@ class Link(FrameReader, abc.ABC):
             raise _errors.exception_in(header.failure)
         self.on_served()
         return header
+
+    @functools.cached_property
+    def interface(self) -> str | None:
+        """The name of the network interface in use: see `interface_of`."""
+        try:
+            return interface_of(self.local_address())
+        except OSError:  # the link has just broken
+            return None
+
+    @abc.abstractmethod
+    def local_address(self) -> str:
+        """Return the IP address of this end; "" if the link uses no network."""
 
     @abc.abstractmethod
     def end_reason(self) -> errors.AgnOptaxError:

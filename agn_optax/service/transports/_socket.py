@@ -114,6 +114,9 @@ class SocketLink(Link):
         with frame, self.timed(frame.nbytes):
             send(self._sock, frame.pieces(), self.on_sent)
 
+    def local_address(self) -> str:
+        return local_address(self._sock)
+
     def end_reason(self) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError("the direct connection broke")
 
@@ -443,6 +446,11 @@ def _host(sock: socket.socket) -> str:
 
 def _is_unix(sock: socket.socket) -> bool:
     return sock.family == getattr(socket, "AF_UNIX", None)
+
+
+def local_address(sock: socket.socket) -> str:
+    """Return the IP address of this end of a connection; "" at a Unix socket."""
+    return "" if _is_unix(sock) else str(sock.getsockname()[0])
 
 
 def tune(sock: socket.socket) -> None:

@@ -28,7 +28,9 @@ def to_bytes(share: Share) -> np.ndarray:
     numbers = {leaf: number for number, leaf in enumerate(order)}
 
     def sent(regions: tuple[Region, ...]) -> list[pb.Region]:
-        return [pb.Region(leaf=numbers[r.leaf], start=r[1], shape=r[2]) for r in regions]
+        return [
+            pb.Region(leaf=numbers[r.leaf], start=r[1], shape=r[2]) for r in regions
+        ]
 
     message = pb.Share(
         group=share.group,

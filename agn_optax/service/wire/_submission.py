@@ -24,6 +24,8 @@ from agn_optax.service import center_pb2 as pb
 
 PyTree = Any
 
+_MAX_NOTICE = 500  # characters
+
 
 class _Field(NamedTuple):
     """A field of a protobuf message that holds a plain field of a record."""
@@ -60,17 +62,24 @@ def message_of(submission: Submission, **others: Any) -> pb.Message:
       **others: the fields of the message that a submission does not have.
     """
     reported = {k: float(v) for k, v in (submission.reported or {}).items()}
-    return pb.Message(**plain(submission), reported=reported, **others)
+    notices = submission.notices
+    return pb.Message(**plain(submission), reported=reported, notices=notices, **others)
 
 
 def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
-    """Return a received submission, with limits on its metrics and their names."""
+    """Return a received submission, with limits on its metrics, names and notices."""
     reported = sorted(message.reported.items())[:MAX_REPORTED]
     return Submission(
         contribution=contribution,
         reported={name[:MAX_REPORTED]: value for name, value in reported},
+        notices={k: _line(text) for k, text in message.notices.items()} or None,
         **_present(message, _SUBMITTED),
     )
+
+
+def _line(text: str) -> str:
+    """Return a worker's text as one line, of limited length, for the center's log."""
+    return "".join(c if c.isprintable() else " " for c in text[:_MAX_NOTICE])
 
 
 def snapshot_of(record: Answer | Snapshot, **others: Any) -> pb.Snapshot:

@@ -1,0 +1,160 @@
+"""One of two processes of a worker that make mistakes.
+
+python sharded_mistakes.py COORDINATOR PROCESS ADDRESS
+
+It prints a line of JSON for each mistake: its name, the error, and the seconds it took.
+"""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import agn_optax
+from agn_optax import codecs, service
+
+RULE = agn_optax.rules.downpour()
+TIMEOUT = 4.0  # s, of a connection
+MISTAKES = {}
+
+
+def mistake(function):
+    """Register a function that must raise in both processes."""
+    MISTAKES[function.__name__] = function
+    return function
+
+
+FIRST = P("x")
+
+
+def arrays(spec=FIRST, rows=8, dtype=np.float32):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    whole = np.ones((rows, 2), dtype)
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])
+
+
+def worker_of(center, name="anna", period=1):
+    inner = optax.sgd(1.0)
+    return agn_optax.Worker(center, inner, period=period, name=name, patience=0)
+
+
+def step(worker, params, state):
+    updates, state = worker.tx.update(jnp.ones_like(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@mistake
+def names_differ(center, process):
+    worker_of(center, f"anna-{process}").start(arrays())
+
+
+@mistake
+def shardings_differ(center, process):
+    worker_of(center).start(arrays([P("x"), P(None, "x")][process]))
+
+
+@mistake
+def shapes_differ(center, process):
+    worker_of(center).start(arrays(rows=8 + 2 * process))
+
+
+@mistake
+def model_is_another_one(center, process):
+    worker_of(center).start(arrays(rows=6))
+
+
+@mistake
+def some_leaves_are_local(center, process):
+    worker_of(center).start({"global": arrays(), "local": jnp.ones(3)})
+
+
+@mistake
+def center_is_in_this_process(center, process):
+    local = agn_optax.LocalCenter(RULE, jnp.ones((8, 2)))
+    worker_of(local).start(arrays())
+
+
+@mistake
+def codec_reads_the_whole_tree(center, process):
+    whole = codecs.Codec(
+        lambda params: optax.EmptyState(),
+        lambda tree, state: (tree, state),
+        lambda sent, like: sent,
+        name="whole",
+        reads="tree",
+    )
+    center.rule, kept = agn_optax.rules.downpour(codec=whole), center.rule
+    try:
+        worker_of(center).start(arrays())
+    finally:
+        center.rule = kept
+
+
+@mistake
+def one_process_exchanges_more_often(center, process):
+    worker = worker_of(center)
+    params, state = worker.start(arrays())
+    if process:  # the other one is busy elsewhere, and does not leave
+        time.sleep(2.5 * TIMEOUT)
+        raise RuntimeError("the process that exchanges less often")
+    worker.exchange(*step(worker, params, state))
+
+
+@mistake
+def steps_differ(center, process):
+    worker = worker_of(center)
+    params, state = worker.start(arrays())
+    worker.exchange(*step(worker, params, state), steps=1 + process)
+
+
+@mistake
+def weights_differ(center, process):
+    worker = worker_of(center)
+    params, state = worker.start(arrays())
+    worker.exchange(*step(worker, params, state), weight=1.0 + process)
+
+
+@mistake
+def exchange_is_traced(center, process):
+    worker = worker_of(center)
+    loop = worker.start(arrays())
+    jax.jit(lambda loop: worker.exchange(*loop))(loop)
+
+
+@mistake
+def one_process_does_not_start(center, process):
+    if process:
+        time.sleep(2.5 * TIMEOUT)
+        raise RuntimeError("the process that does not start")
+    worker_of(center).start(arrays())
+
+
+def main():
+    coordinator, process, address = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(coordinator, 2, process)
+    with service.connect(address, RULE, timeout=TIMEOUT) as center:
+        for name, make in MISTAKES.items():
+            multihost_utils.sync_global_devices(name)
+            begin = time.monotonic()
+            try:
+                make(center, process)
+                error = "nothing was raised"
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            seconds = time.monotonic() - begin
+            said = json.dumps([name, error, seconds])
+            sys.stdout.write(f"\nRESULT {said}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""Notices of workers about their steps, their link and their residual."""
+
+import contextlib
+import dataclasses
+import socket
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import network, ports, sessions, shared
+
+import agn_optax
+from agn_optax import codecs, errors, service
+from agn_optax._internal import notices
+from agn_optax.center import (
+    BoundedStaleness,
+    Submission,
+    Synchronous,
+    Thresholds,
+    Transfer,
+)
+from agn_optax.service import ExpectedLink
+from agn_optax.service import center_pb2 as pb
+from agn_optax.worker._checks import Checks
+
+RULE = shared.downpour()
+PARAMS = {"w": jnp.zeros(25_000)}  # 100 KB
+ONES = jax.tree.map(jnp.ones_like, PARAMS)
+SLOW = 0.5e6  # bytes/s, at which an exchange takes 0.4 s
+OF_CENTER = {n for n, row in notices.CHECKS.items() if row.observer == "center"}
+OTHER = [name for _, name in socket.if_nameindex() if name != "lo"]
+pytestmark = pytest.mark.usefixtures("patient_dials")
+
+
+class Loop:
+    """The training loop of a worker, whose callbacks record what they get."""
+
+    def __init__(self, center, rule=RULE, name="anna", **settings):
+        self.values = []
+        self.worker = agn_optax.Worker(
+            center,
+            shared.sgd(0.1),
+            period=1,
+            name=name,
+            callbacks=[lambda step, values: self.values.append(values)],
+            **settings,
+        )
+        self.params, self.state = self.worker.start()
+
+    def exchange(self, times=1, grads=ONES):
+        for _ in range(times):
+            updates, self.state = self.worker.tx.update(grads, self.state, self.params)
+            self.params = optax.apply_updates(self.params, updates)
+            self.params, self.state = self.worker.exchange(self.params, self.state)
+
+    @property
+    def found(self):
+        """The names of the checks whose notices hold, after the last exchange."""
+        names = [notice.check for notice in self.worker.notices]
+        last = self.values[-1]
+        assert last["notices"] == len(names)
+        assert {k for k in last if k.startswith("notice_")} == {
+            f"notice_{name}" for name in names
+        }
+        return names
+
+    def exchange_until_found(self, name, most=10, grads=ONES):
+        """Exchange until a notice holds, and return it; ``most`` times at most."""
+        for _ in range(most):
+            self.exchange(grads=grads)
+            if name in self.found:
+                return next(n for n in self.worker.notices if n.check == name)
+        raise AssertionError(f"no {name} in {most} exchanges")
+
+
+def at_center(server):
+    """Return the notices about workers in the status of a center, by check."""
+    with service.Observer(server.address) as observer:
+        found = observer.status()["notices"]
+    return {n["check"]: n for n in found if n["check"] not in OF_CENTER}
+
+
+@contextlib.contextmanager
+def proxied(transport, bandwidth=None, **settings):
+    """Yield a network, a loop whose center is behind it, and the center's notices."""
+    with (
+        service.serve(RULE, PARAMS, address="127.0.0.1:0") as server,
+        network.Network(server, transport, bandwidth) as between,
+        service.connect(
+            between.address, RULE, transports=[transport], **settings
+        ) as center,
+    ):
+        yield between, Loop(center), lambda: at_center(server)
+
+
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_exchange_ten_times_slower_than_the_best_is_said(transport, caplog):
+    with proxied(transport) as (between, loop, known_at_center):
+        loop.exchange(5)
+        assert loop.found == []
+        between.there.rate = between.back.rate = SLOW
+        notice = loop.exchange_until_found("slow_exchange")
+        for part in (f"by {transport!r} over interface 'lo' at 0.", "its best so far"):
+            assert part in notice.text
+            assert part in caplog.text
+        loop.exchange()  # the message takes the notice to the center
+        known = known_at_center()["slow_exchange"]
+        assert (known["worker"], known["remedy"]) == ("anna", notice.remedy)
+        assert known["text"].startswith("an exchange of worker 'anna' took")
+        between.mend()
+        loop.exchange(2)
+        assert loop.found == []
+        assert known_at_center() == {}
+
+
+def test_exchange_ten_times_slower_than_the_given_rate_is_said():
+    expected = ExpectedLink(rate=100 * SLOW)
+    with proxied("socket", SLOW, expected=expected) as (_, loop, _):
+        notice = loop.exchange_until_found("slow_exchange")
+        assert "and 50 MB/s was expected (as given)" in notice.text
+
+
+def test_link_as_slow_as_its_given_rate_is_not_said():
+    expected = ExpectedLink(rate=SLOW)
+    with proxied("socket", SLOW, expected=expected) as (_, loop, _):
+        loop.exchange(6)
+        assert loop.found == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"), [(0.9, []), (1.5, []), (11.5, ["slow_exchange"])]
+)
+def test_exchange_that_is_slow_once_is_said_if_it_loses_ten_seconds(seconds, found):
+    checks = Checks("anna", RULE, None)
+    usual = Transfer("center:1", "socket", "eth0", 10**6, 0.1)
+    slow = usual._replace(seconds=seconds)
+    for transfer, names in ((usual, []), (slow, found), (usual, [])):
+        checks.after_exchange([transfer])
+        assert [notice.check for notice in checks.notices.current()] == names
+
+
+def test_transfer_that_takes_milliseconds_longer_is_not_said():
+    checks = Checks("anna", RULE, None)
+    usual = Transfer("center:1", "socket", "eth0", 10**4, 0.001)
+    for seconds in (0.001, *[0.09] * 10):
+        checks.after_exchange([usual._replace(seconds=seconds)])
+    assert checks.notices.current() == []
+
+
+def test_time_at_the_center_is_not_that_of_the_link():
+    """A worker of a synchronous round waits for the other one, not for the link."""
+    mode = Synchronous()
+    with (
+        service.serve(RULE, PARAMS, address="127.0.0.1:0", mode=mode) as server,
+        service.connect(server.address, RULE) as center,
+        service.connect(server.address, RULE) as another,
+    ):
+        session, other = center.join("anna"), another.join("ben")
+        message = Submission(1, PARAMS, anchor_version=0)
+        session.submit(message)
+        assert session.collect(1, timeout=0.0) is None  # after two seconds
+        other.submit(message)
+        assert session.collect(1) is not None
+        (transfer,) = session.transfers
+        assert transfer.nbytes == 200_000
+        assert transfer.seconds < 1.9
+
+
+@pytest.fixture
+def served():
+    with service.serve(RULE, PARAMS, address="127.0.0.1:0") as server:
+        yield server
+
+
+def test_direct_connection_that_falls_back_to_grpc_is_said(served, caplog):
+    known = sessions.servicer(served)
+    closed = f":{ports.free()}"  # as behind a firewall
+    known.offers = [pb.Offer(transport="socket", address=closed)]
+    with service.connect(served.address, RULE) as center:
+        loop = Loop(center)
+        notice = loop.exchange_until_found("other_link", most=1)
+        assert "by 'grpc' over interface 'lo', and a direct connection (" in notice.text
+        assert "refused" in notice.text
+        loop.exchange()
+        assert list(at_center(served)) == ["other_link"]
+    assert caplog.text.count("a direct connection (") == 2  # worker and center, once
+    with service.connect(served.address, RULE, transports=["grpc"]) as center:
+        loop = Loop(center)
+        loop.exchange()
+        assert loop.found == []
+
+
+@pytest.mark.parametrize("wanted", ["memory", "socket", "grpc"])
+def test_other_transport_than_expected_is_said(wanted, served):
+    expected = ExpectedLink(transport=wanted)
+    transports = ["grpc"]
+    with service.connect(
+        served.address, RULE, transports=transports, expected=expected
+    ) as center:
+        loop = Loop(center)
+        loop.exchange()
+        assert loop.found == ([] if wanted == "grpc" else ["other_link"])
+        assert all(f"and transport {wanted!r}" in n.text for n in loop.worker.notices)
+
+
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+@pytest.mark.skipif(not OTHER, reason="the only network interface is lo")
+def test_other_interface_than_expected_is_said(transport, served):
+    for wanted, found in ("lo", []), (OTHER[0], ["other_link"]):
+        with service.connect(
+            served.address,
+            RULE,
+            transports=[transport],
+            expected=ExpectedLink(interface=wanted),
+        ) as center:
+            loop = Loop(center)
+            loop.exchange()
+            assert loop.found == found
+            said = f"over interface 'lo', and interface {wanted!r} was expected"
+            assert all(said in notice.text for notice in loop.worker.notices)
+
+
+def test_shared_memory_uses_no_interface(served):
+    expected = ExpectedLink(interface=[name for _, name in socket.if_nameindex()][-1])
+    with service.connect(
+        served.address, RULE, transports=["memory"], expected=expected
+    ) as center:
+        loop = Loop(center)
+        loop.exchange()
+        (transfer,) = sessions.of_worker(loop.worker).transfers
+        assert (transfer.transport, transfer.interface) == ("memory", "")
+        assert loop.found == []
+
+
+def test_transfers_of_a_center_in_shards_are_those_of_all_shards(served):
+    with (
+        service.serve(RULE, address="127.0.0.1:0") as first,
+        service.serve(RULE, address="127.0.0.1:0") as second,
+    ):
+        addresses = [first.address, second.address]
+        params = {"a": jnp.ones(8), "b": jnp.ones(8)}
+        with service.connect(addresses, RULE, transports=["grpc"]) as center:
+            worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
+            worker.exchange(*worker.start(params, chief=True))
+            found = sessions.of_worker(worker).transfers
+            assert [transfer.address for transfer in found] == addresses
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        (
+            {"rate": 0},
+            errors.InvalidArgumentError,
+            r"rate must be .* in \(0, inf",
+        ),
+        ({"rate": "fast"}, errors.InvalidTypeError, "rate must be a number"),
+        ({"interface": "none0"}, errors.InvalidArgumentError, "which are .*'none0'"),
+    ],
+)
+def test_link_that_cannot_be_expected_is_an_error(settings, error, text):
+    with pytest.raises(error, match=text):
+        ExpectedLink(**settings)
+
+
+def test_expected_transport_without_that_name_is_an_error():
+    with pytest.raises(errors.InvalidArgumentError, match="got \\('infiniband',\\)"):
+        service.connect("[::1]:1", RULE, expected=ExpectedLink(transport="infiniband"))
+    with pytest.raises(errors.InvalidTypeError, match="expected must be an Expected"):
+        service.connect("[::1]:1", RULE, expected=1e9)
+
+
+def diverging():
+    """Return a codec that sends three times too much: its residual doubles each time.
+
+    Codecs that are scaled to be right on average, such as a random choice of elements
+    divided by its probability, do the same with error feedback.
+    """
+    scaled = codecs.cast("float32")
+    return codecs.error_feedback(
+        dataclasses.replace(
+            scaled,
+            decode=lambda sent, like: jax.tree.map(lambda x: 3.0 * x, sent),
+            name="threefold",
+        )
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_residual_that_doubles_is_said_within_ten_exchanges(overlap, caplog):
+    rule = shared.downpour(codec=diverging())
+    with (
+        service.serve(rule, PARAMS, address="127.0.0.1:0") as server,
+        service.connect(server.address, rule) as center,
+    ):
+        loop = Loop(center, overlap=overlap)
+        notice = loop.exchange_until_found("residual", most=10 + 2 * overlap)
+        assert "times that of its contribution, and grows" in notice.text
+        loop.exchange(1 + overlap)
+        assert list(at_center(server)) == ["residual"]
+    assert notice.text in caplog.text
+
+
+def test_residual_of_a_sparse_codec_is_not_said():
+    """It grows at first, up to what the codec leaves out."""
+    rule = shared.downpour(codec=codecs.error_feedback(codecs.top_k(5, block=100)))
+    loop = Loop(agn_optax.LocalCenter(rule, PARAMS))
+    for _ in range(30):
+        loop.exchange()
+        assert loop.found == []
+
+
+def test_residual_of_messages_that_are_all_dropped_is_said():
+    """The center drops them as too stale, and error feedback adds them up."""
+    rule = shared.downpour(codec=codecs.error_feedback(codecs.cast("bfloat16")))
+    center = agn_optax.LocalCenter(rule, PARAMS, mode=BoundedStaleness(0))
+    loop = Loop(center, thresholds=Thresholds(residual=5))
+    other = Loop(center, name="ben")
+    for number in range(1, 11):
+        other.exchange()
+        loop.exchange()
+        assert loop.worker.dropped == number
+    assert loop.found == ["residual"]
+
+
+@pytest.mark.parametrize("threshold", [None, 0, 1e9])
+def test_worker_says_nothing_below_its_thresholds(threshold, caplog):
+    names = ("unrecorded_steps", "miscounted_steps", "slow_exchange", "residual")
+    off = {n: None if n == "unrecorded_steps" else threshold for n in names}
+    rule = shared.agn(shared.sgd(0.1), codec=diverging())
+    center = agn_optax.LocalCenter(rule, PARAMS, thresholds=Thresholds(still_center=0))
+    loop = Loop(center, thresholds=Thresholds(**off))
+    for _ in range(4):
+        loop.params, loop.state = loop.worker.exchange(loop.params, loop.state)
+    loop.exchange(12)
+    assert loop.found == []
+    assert not caplog.records
+
+
+def test_thresholds_of_another_type_are_an_error():
+    center = agn_optax.LocalCenter(RULE, PARAMS)
+    with pytest.raises(errors.InvalidTypeError, match="thresholds must be agn_optax"):
+        agn_optax.Worker(center, shared.sgd(0.1), period=1, thresholds={"residual": 1})
+
+
+def test_steps_that_reach_the_record_again_end_the_notice():
+    rule = shared.agn(shared.sgd(0.1))
+    with (
+        service.serve(rule, PARAMS, address="127.0.0.1:0") as served,
+        service.connect(served.address, rule) as center,
+    ):
+        loop = Loop(center)
+        for _ in range(3):  # the state is not passed through worker.tx
+            loop.params, loop.state = loop.worker.exchange(loop.params, loop.state)
+        assert loop.found == ["unrecorded_steps"]
+        assert list(at_center(served)) == ["unrecorded_steps"]
+        loop.exchange(2)
+        assert loop.found == []
+        assert at_center(served) == {}
+
+
+def test_text_of_a_worker_is_one_short_line_in_the_log_of_the_center(served, caplog):
+    with service.connect(served.address, RULE) as center:
+        session = center.join("anna")
+        texts = {"residual": "a\nb\x1b[2J" + "c" * 1000, "unknown": "x", "apart": "y"}
+        session.exchange(Submission(1, PARAMS, anchor_version=0, notices=texts))
+        with service.Observer(served.address) as observer:
+            found = observer.status()["notices"]
+    (known,) = found  # none for a check of the center, or an unknown one
+    assert known["text"].startswith("a b [2Jccc")
+    assert len(known["text"]) == 500
