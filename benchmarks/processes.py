@@ -41,6 +41,7 @@ import agn_optax
 
 LEAVES = 16
 SPECS = {"rows": PartitionSpec("fsdp"), "columns": PartitionSpec(None, "fsdp")}
+QUICK = "--megabytes 1 --processes 1 2 --transports memory --exchanges 1"
 PIECES, GATHERED = "in pieces", "gathered"
 
 _job: dict[str, Any] = {}  # in each process of a job
@@ -154,7 +155,7 @@ def moved() -> float:
     return float(low)
 
 
-class Processes(Benchmark, quick="--megabytes 1 --processes 1 2 --exchanges 1"):
+class Processes(Benchmark, quick=QUICK):
     """Workers of several processes.
 
     Args:
@@ -167,7 +168,7 @@ class Processes(Benchmark, quick="--megabytes 1 --processes 1 2 --exchanges 1"):
 
     megabytes: float = 200.0
     processes: Sequence[int] = (1, 2, 4)
-    transports: Sequence[str] = ("memory",)
+    transports: Sequence[str] = ("memory", "socket")
     spec: str = "rows"
     exchanges: int = 3
     repeats = 5

@@ -74,29 +74,48 @@ class FirstParameters:
     """The first parameters of a center, while a chief's processes send their pieces.
 
     Args:
-      group: id of the chief's processes.
-      schema: schema of the parameters.
       buffers: buffers.
     """
 
-    def __init__(self, group: str, schema: Schema, buffers: Buffers) -> None:
-        self.group = group
-        self._whole = Whole(schema, buffers)
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._changed = threading.Lock()
+        self._group = ""  # id of the chief's processes
+        self._whole: Whole | None = None
         self._owned: dict[int, tuple[Region, ...]] = {}  # by process
 
-    def add(self, share: Share, arrays: Sequence[np.ndarray]) -> PyTree:
-        """Add the pieces of a process; return the parameters once all are there.
+    def places(self, share: Share, schema: Schema) -> list[np.ndarray]:
+        """Return the arrays into which a process's pieces are received.
+
+        Raises:
+          TreeMismatchError: other processes have parameters of another schema.
+        """
+        with self._changed:
+            if self._group != share.group or self._whole is None:
+                self._group, self._owned = share.group, {}
+                self._whole = Whole(schema, self._buffers)
+            if self._whole.schema.hash != schema.hash:
+                raise errors.TreeMismatchError(
+                    "the processes of a chief have parameters of different models"
+                )
+            return self._whole.places(share.owned)
+
+    def add(self, share: Share) -> PyTree:
+        """Record that a process's pieces are there; return the parameters once all are.
 
         Raises:
           InvalidArgumentError: the shares do not cover each leaf once.
         """
-        schema = self._whole.schema
-        self._whole.write(share.owned, arrays)
-        self._owned[share.process] = share.owned
-        if len(self._owned) < share.processes:
-            return None
-        _check_cover(self._owned.values(), schema)
-        return _trees.build(schema, self._whole.views)
+        with self._changed:
+            whole = self._whole
+            if self._group != share.group or whole is None:
+                return None
+            self._owned[share.process] = share.owned
+            if len(self._owned) < share.processes:
+                return None
+            self._whole = None
+            _check_cover(self._owned.values(), whole.schema)
+        return _trees.build(whole.schema, whole.views)
 
 
 class Assembly:

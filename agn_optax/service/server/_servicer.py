@@ -101,7 +101,7 @@ class Servicer:
         self.buffers = Buffers()
         self._joining = threading.Lock()
         self._assemblies: dict[str, Assembly] = {}  # by worker
-        self._first_parameters: FirstParameters | None = None
+        self._first_parameters = FirstParameters(self.buffers)
         self.stop: Callable[[], object] = do_nothing
         self.on_event: Callable[..., object] = _ignore_event
         self.offers: list[pb.Offer] = []
@@ -173,7 +173,9 @@ class Servicer:
             busy = errors.CenterBusyError(
                 "another worker is initializing this center; try again"
             )
-            with limits.initializations.held(caller.key, busy, WAITING_INTERVAL):
+            # The processes of one chief send at the same time.
+            chief = (caller.key, start.worker) if start.share_size else object()
+            with limits.initializations.held(chief, busy, WAITING_INTERVAL):
                 version = self._initialized_version(start)
                 if version is None:
                     params = self._read_parameters(start, reader, context)
@@ -231,15 +233,9 @@ class Servicer:
         share = _pieces.from_bytes(described[size:].tobytes())
         check_regions(share, schema)
         pieces = _pieces.piece_schemas(self.core.rule, schema, share).owned
-        buffer = reader.read_buffer(pieces, "pieces of the parameters")
-        first = self._first_parameters
-        if first is None or first.group != share.group:
-            first = FirstParameters(share.group, schema, self.buffers)
-            self._first_parameters = first
-        params = first.add(share, pieces.views(buffer))
-        if params is not None:
-            self._first_parameters = None
-        return params
+        places = self._first_parameters.places(share, schema)
+        reader.read_into(pieces, places, "pieces of the parameters")
+        return self._first_parameters.add(share)
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Frame]:
         """Send the current version of the center."""

@@ -10,6 +10,7 @@ import pytest
 from agn_optax import rules, service
 from agn_optax.center import Pieces, Region, Share, Submission
 from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._frames import FrameReader
 
 RULE = rules.downpour()
 TIMEOUT = 60  # s, generous: no test should come near it
@@ -79,3 +80,28 @@ def test_center_takes_the_memory_of_one_message_for_all_pieces(
     for place, answer in zip(places, answers, strict=True):
         np.testing.assert_array_equal(answer, -sent[place])
     assert [size for size in taken.sizes if size > 1000] == [first.nbytes]
+
+
+def test_processes_of_a_chief_send_first_parameters_at_the_same_time(monkeypatch):
+    reading, read_into = threading.Barrier(PROCESSES), FrameReader.read_into
+    sent = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    places = PIECES["columns"]
+
+    def read_with_others(*args):
+        reading.wait(TIMEOUT)  # until all pieces arrive
+        read_into(*args)
+
+    monkeypatch.setattr(FrameReader, "read_into", read_with_others)
+
+    def initialize(share):
+        with service.connect(server.address, RULE) as center:
+            pieces = Pieces(share, [sent[places[share.process]]])
+            center.initialize(pieces, worker="anna")
+
+    with (
+        service.serve(RULE, address="127.0.0.1:0") as server,
+        ThreadPoolExecutor(PROCESSES) as threads,
+        service.connect(server.address, RULE) as center,
+    ):
+        list(threads.map(initialize, shares(places)))
+        np.testing.assert_array_equal(center.pull().params, sent)
