@@ -49,8 +49,7 @@ class Message:
     def is_answered(self) -> bool:
         """Return whether the message in flight has an answer or has failed.
 
-        For a worker of several processes this is a collective: every process must call
-        it.
+        All processes of a worker must call it, and get the same result.
         """
         assert self.flight is not None
         return bool(self.session.is_answered(self.flight.done()))

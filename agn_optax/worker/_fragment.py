@@ -287,8 +287,7 @@ class FragmentWorker:
     def must_act_now(self) -> bool:
         """Return whether an action is due after the local steps made so far.
 
-        For a worker of several processes this is a collective: every process must call
-        it.
+        All processes of a worker must call it, and get the same result.
         """
         machine, message, length = self.machine, self.message, self.round_length
         if machine.must_act(length):

@@ -18,8 +18,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
 from agn_optax._internal import combinations
-from agn_optax.rules import Rule
-from agn_optax.rules.codecs import Codec
+from agn_optax.rules import Rule, codecs
 
 PyTree = Any
 
@@ -103,65 +102,54 @@ class Layout:
                 "a codec that reads the whole tree",
                 f"rule {rule.name!r} with codec {codec}",
             )
-        return dataclasses.replace(rule, codec=self._piecewise(codec))
+        own = codecs.by_pieces(codec, self._on_devices)
+        return dataclasses.replace(rule, codec=own)
 
-    def _piecewise(self, codec: Codec) -> Codec:
-        """Return a codec that encodes what each device has by itself.
+    def _on_devices(
+        self,
+        function: Callable[..., Any],
+        of_arguments: tuple[str, ...],
+        of_results: Any,
+        arguments: tuple[PyTree, ...],
+    ) -> Any:
+        """Call a function of a codec for what each device has: see `codecs.by_pieces`.
 
-        Its messages have a row for each device. Its state has the shardings of the
-        parameters where it is like them.
+        Encoded contributions have a row for each device. A state has the shardings of
+        the parameters where it is like them.
         """
-        rows = PartitionSpec(self.mesh.axis_names)
-        specs = jax.tree.unflatten(self.treedef, [s.spec for s in self.shardings])
+        given = dict(zip(of_arguments, arguments, strict=True))
+        specs = {
+            "params": jax.tree.unflatten(
+                self.treedef, [sharding.spec for sharding in self.shardings]
+            ),
+            "sent": PartitionSpec(self.mesh.axis_names),
+            "state": self._specs_of(given.get("state")),
+        }
 
-        def specs_of(state: PyTree) -> PyTree:
-            shardings = self.of(state)
-            return jax.tree.map(
-                lambda leaf, s: PartitionSpec() if s is None else s.spec,
-                *(state, shardings),
-                is_leaf=lambda node: node is None,
-            )
-
-        def on_devices(function: Any, in_specs: Any, out_specs: Any) -> Any:
-            return jax.shard_map(
-                function,
-                mesh=self.mesh,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                check_vma=False,
-            )
-
-        def encode(contribution: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            def encode_piece(piece: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-                sent, state = codec.encode(piece, state)
+        def call(*pieces: PyTree) -> Any:
+            without_rows = [
+                jax.tree.map(lambda x: x[0], piece) if kind == "sent" else piece
+                for kind, piece in zip(of_arguments, pieces, strict=True)
+            ]
+            results = function(*without_rows)
+            if of_results == ("sent", "state"):
+                sent, state = results
                 return jax.tree.map(lambda x: x[None], sent), state
+            return results
 
-            state_specs = specs_of(state)
-            return on_devices(encode_piece, (specs, state_specs), (rows, state_specs))(
-                contribution, state
-            )
+        return jax.shard_map(
+            call,
+            mesh=self.mesh,
+            in_specs=tuple(specs[kind] for kind in of_arguments),
+            out_specs=jax.tree.map(lambda kind: specs[kind], of_results),
+            check_vma=False,
+        )(*arguments)
 
-        def decode(encoded: PyTree, like: PyTree) -> PyTree:
-            def decode_piece(sent: PyTree, like: PyTree) -> PyTree:
-                return codec.decode(jax.tree.map(lambda x: x[0], sent), like)
-
-            return on_devices(decode_piece, (rows, specs), specs)(encoded, like)
-
-        def returned(encoded: PyTree, state: PyTree) -> PyTree:
-            def put_back(sent: PyTree, state: PyTree) -> PyTree:
-                assert codec.returned is not None
-                return codec.returned(jax.tree.map(lambda x: x[0], sent), state)
-
-            state_specs = specs_of(state)
-            return on_devices(put_back, (rows, state_specs), state_specs)(
-                encoded, state
-            )
-
-        return dataclasses.replace(
-            codec,
-            encode=encode,
-            decode=decode,
-            returned=None if codec.returned is None else returned,
+    def _specs_of(self, state: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda leaf, s: PartitionSpec() if s is None else s.spec,
+            *(state, self.of(state)),
+            is_leaf=lambda node: node is None,
         )
 
 

@@ -24,8 +24,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import combinations
-from agn_optax._internal.processes import Processes
+from agn_optax._internal import agreement, combinations, trees
 from agn_optax.center import (
     Answer,
     Center,
@@ -88,15 +87,18 @@ class ProcessesCenter:
             shardings.
         """
         limit = self._center.timeout
-        processes = Processes(self._layout.processes, f"join{next(_joins)}")
+        processes = agreement.Processes(self._layout.processes, f"join{next(_joins)}")
         token, group = processes.share(
             "ids", [resume_token or self._new_token(), uuid.uuid4().hex], limit
         )
         share = shares_of(group, params, jax.process_index(), processes.indices)
+        model = trees.describe(share.like)
+        specs = json.dumps([str(s.spec) for s in self._layout.shardings])
         own = {
             "worker": worker,
-            "model": [str(share.like)[:200], _digest(share.like)],
-            "shardings": _digest([str(s.spec) for s in self._layout.shardings]),
+            # Not the tree's structure: its text may have addresses of functions.
+            "model": [", ".join(map(str, model.leaves))[:200], model.hash.hex()],
+            "shardings": hashlib.sha256(specs.encode()).hexdigest()[:12],
         }
         everyone = processes.gather("who", own, limit)
         for name, value in own.items():
@@ -169,7 +171,7 @@ class ProcessesSession(Session):
         center: Any,
         layout: Layout,
         share: Share,
-        processes: Processes,
+        processes: agreement.Processes,
     ) -> None:
         self._session, self._center = session, center
         self.worker, self.session_id = session.worker, session.session_id
@@ -330,7 +332,7 @@ def _on_device(tree: PyTree, device: Any, shape: tuple[int, ...]) -> PyTree:
 
 
 def _in_all(
-    processes: Processes,
+    processes: agreement.Processes,
     key: str,
     call: Callable[[], Any],
     limit: Callable[[Any], float],
@@ -342,7 +344,7 @@ def _in_all(
 
 
 def _all_results(
-    processes: Processes,
+    processes: agreement.Processes,
     key: str,
     call: Callable[[], Any],
     limit: Callable[[Any], float],
@@ -379,10 +381,3 @@ def _all_results(
 
 def _tuples(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _digest(value: Any) -> str:
-    text = str(jax.tree.structure(value)) + json.dumps(
-        [str(leaf) for leaf in jax.tree.leaves(value)]
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

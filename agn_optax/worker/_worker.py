@@ -260,8 +260,10 @@ class Worker:
 
         Args:
           params: this worker's own parameters. Only the chief's values are used; those
-            of the others give the dtypes and devices for the adopted center. None uses
-            the dtypes and devices of the center.
+            of the others give the dtypes, devices and shardings for the adopted center.
+            None uses the dtypes and devices of the center. If the parameters are global
+            arrays of a `jax.distributed` job, its processes are one worker: each makes
+            the same calls with the same values, and exchanges its own pieces.
           chief: True initializes the center with ``params``, unless this worker has
             done so in an earlier session; False waits until a chief has; None expects
             an initialized center.

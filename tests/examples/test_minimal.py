@@ -1,12 +1,10 @@
 """The two minimal examples: they are short, run as their docstrings say, and learn."""
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from helpers import commands
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -16,26 +14,11 @@ def test_minimal_example_has_at_most_40_lines(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 40
 
 
-def printed(arguments, **variables):
-    """Run Python in the folder of the examples; return what it prints."""
-    ended = subprocess.run(  # noqa: S603 our own programs
-        [sys.executable, "-B", *arguments],
-        cwd=EXAMPLES,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
 @pytest.mark.slow
 def test_minimal_workers_meet_and_learn():
     launch = ["-m", "agn_optax.ops.cli", "launch", "--workers=2", "--rule=diloco"]
     program = ["--mode=synchronous", "minimal_worker.py"]
-    output = printed([*launch, *program])
+    output = commands.printed(EXAMPLES, *launch, *program)
     found = re.findall(r"loss ([0-9.]+) after (\d+) exchanges", output)
     assert len(found) == 2, output
     assert all(exchanges == "20" and float(loss) < 1.0 for loss, exchanges in found)
@@ -43,5 +26,7 @@ def test_minimal_workers_meet_and_learn():
 
 @pytest.mark.slow
 def test_minimal_mesh_learns():
-    output = printed(["minimal_mesh.py"], PJRT_NPROC="32", JAX_NUM_CPU_DEVICES="4")
+    output = commands.printed(
+        EXAMPLES, "minimal_mesh.py", PJRT_NPROC="32", JAX_NUM_CPU_DEVICES="4"
+    )
     assert float(re.search(r"loss of the center ([0-9.]+)", output)[1]) < 0.5

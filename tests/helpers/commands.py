@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 
@@ -34,6 +35,21 @@ def fails(*arguments, code):
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == code, result.output
     return result.stderr
+
+
+def printed(folder, *arguments, **variables):
+    """Run Python in a folder, on the CPU; return what it prints."""
+    ended = subprocess.run(  # noqa: S603 our own programs
+        [sys.executable, "-B", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def serve(address, rule, *arguments, then=None, **connection):

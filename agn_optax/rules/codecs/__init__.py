@@ -19,6 +19,7 @@ from agn_optax.rules.codecs._codec import (
 from agn_optax.rules.codecs._codec import cast_dtype as cast_dtype
 from agn_optax.rules.codecs._codec import check_codec as check_codec
 from agn_optax.rules.codecs._error_feedback import ErrorFeedbackState, error_feedback
+from agn_optax.rules.codecs._pieces import by_pieces as by_pieces
 from agn_optax.rules.codecs._quantize import quantize
 from agn_optax.rules.codecs._sparse import sign, top_k
 

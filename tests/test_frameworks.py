@@ -1,0 +1,120 @@
+"""Frameworks that docs/levanter.md has a few lines for, where they are installed."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from helpers import support
+
+import agn_optax
+
+# The warnings are the frameworks' own.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+PERIOD = 5
+
+
+def installed(*modules):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [pytest.importorskip(module, exc_type=ImportError) for module in modules]
+
+
+def drop_in():
+    return agn_optax.diloco(optax.adamw(1e-2), period=PERIOD)
+
+
+def assert_adopted(params, center):
+    """Check that the last step was an exchange, and that the center is a model's."""
+    support.assert_close(
+        jax.tree.leaves(params), jax.tree.leaves(center), tolerance=1e-6
+    )
+
+
+def test_tunix_trains_with_a_center_in_its_optimizer(tmp_path):
+    (tunix,) = installed("tunix.sft.peft_trainer")
+
+    def loss(model, x):
+        return jnp.mean((model(x) - 1.0) ** 2)
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    first = float(loss(model, X))
+    config = tunix.TrainingConfig(max_steps=20, eval_every_n_steps=100)
+    trainer = tunix.PeftTrainer(model, drop_in(), config).with_loss_fn(loss)
+    trainer.with_gen_model_input_fn(lambda x: {"x": x}).train([X] * 20)
+    center = agn_optax.center_params(trainer.optimizer.opt_state)
+    assert_adopted(nnx.state(model, nnx.Param), center)
+    assert float(loss(model, X)) < first
+
+
+def test_kauldron_trains_with_a_center_in_its_optimizer(tmp_path):
+    kd, nn = installed("kauldron.kd", "flax.linen")
+
+    class Model(nn.Module):
+        x: kd.kontext.Key = "batch.x"
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(x)
+
+    class Loss(kd.losses.Loss):
+        preds: kd.kontext.Key = "preds"
+
+        def get_values(self, preds):
+            return jnp.mean((preds - 1.0) ** 2, axis=-1, keepdims=True)
+
+    source = [{"x": row} for row in np.tile(X, (20, 1))]
+    data = kd.data.py.DataSource(
+        data_source=source, shuffle=False, batch_size=8, num_workers=0
+    )
+    trainer = kd.train.Trainer(
+        train_ds=data,
+        model=Model(),
+        train_losses={"loss": Loss()},
+        optimizer=drop_in(),
+        num_train_steps=19,  # of the last step, counted from 0
+        workdir=tmp_path,
+        checkpointer=kd.ckpts.NoopCheckpointer(),
+    )
+    state, _ = trainer.train()
+    assert_adopted(state.params, agn_optax.center_params(state.opt_state))
+    assert int(state.opt_state.exchanges) == 4
+
+
+def test_flax_model_of_transformers_trains_with_a_center_in_its_optimizer(tmp_path):
+    (transformers,) = installed("transformers")
+    if not hasattr(transformers, "FlaxBertForSequenceClassification"):
+        pytest.skip("Transformers 5 has no Flax models")
+    small = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, **small
+    )
+    model = transformers.FlaxBertForSequenceClassification(config, input_shape=(1, 4))
+    state = TrainState.create(apply_fn=model, params=model.params, tx=drop_in())
+    tokens, labels = jnp.arange(8).reshape(2, 4), jnp.array([0, 1])
+
+    @jax.jit
+    def step(state):
+        def loss(params):
+            logits = state.apply_fn(tokens, params=params).logits
+            each = optax.softmax_cross_entropy_with_integer_labels
+            return each(logits, labels).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    losses = []
+    for _ in range(20):
+        state, value = step(state)
+        losses.append(float(value))
+    assert losses[-1] < losses[0]
+    center = agn_optax.center_params(state.opt_state)
+    assert_adopted(state.params, center)
+    model.save_pretrained(tmp_path, params=center)
+    assert_adopted(type(model).from_pretrained(tmp_path).params, center)
