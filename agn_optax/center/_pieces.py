@@ -29,10 +29,10 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The region as an index of its leaf."""
+    def slices(self) -> tuple[Any, ...]:
+        """The region as an index of its leaf, which gives a view of it."""
         ends = zip(self.start, self.shape, strict=True)
-        return tuple(slice(begin, begin + size) for begin, size in ends)
+        return (*(slice(begin, begin + size) for begin, size in ends), ...)
 
     @property
     def size(self) -> int:

@@ -789,7 +789,7 @@ def test_chief_whose_processes_have_different_parameters_is_rejected(other):
             two.initialize(
                 pieces.Pieces(second, pieces.cut(params, second.owned)), worker="w"
             )
-        assert sessions.servicer(server)._first_parameters is None
+        assert sessions.servicer(server)._first_parameters.is_empty
         assert not server.center.core.is_initialized
 
 
@@ -823,9 +823,9 @@ def test_pieces_of_a_chief_that_failed_are_released():
     ):
         arrays = pieces.cut(ZEROS, first.owned)
         center.initialize(pieces.Pieces(first, arrays), worker="dead")
-        assert sessions.servicer(server)._first_parameters is not None
+        assert not sessions.servicer(server)._first_parameters.is_empty
         center.initialize(ONES, worker="alive")
-        assert sessions.servicer(server)._first_parameters is None
+        assert sessions.servicer(server)._first_parameters.is_empty
 
 
 def test_waiting_frame_for_many_processes_can_be_read():

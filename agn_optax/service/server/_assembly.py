@@ -8,11 +8,13 @@ all begin the exchange anew, with the next number of `Submission.attempt`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,10 +37,11 @@ from agn_optax.center import (
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.security._call_limits import CHIEF_TIMEOUT
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.wire import _pieces, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame
+from agn_optax.service.wire._frames import Frame, FrameReader
 from agn_optax.service.wire._schema import Schema
 from agn_optax.service.wire._submission import snapshot_of
 
@@ -60,49 +63,93 @@ class Whole:
         schema.clear_gaps(self.buffer)
         self.views = schema.views(self.buffer)
 
+    def places(self, regions: Sequence[Region]) -> list[np.ndarray]:
+        """Return views of regions, whose leaves are numbered as in the schema."""
+        return [self.views[region.leaf][region.slices] for region in regions]
+
     def write(self, regions: Sequence[Region], arrays: Sequence[Any]) -> None:
-        """Write arrays to their regions, whose leaves are numbered as in the schema."""
-        for region, array in zip(regions, arrays, strict=True):
-            self.views[region.leaf][region.slices] = array
+        """Write arrays to their regions."""
+        for place, array in zip(self.places(regions), arrays, strict=True):
+            place[...] = array
 
 
 class FirstParameters:
     """The first parameters of a center, while a chief's processes send their pieces.
 
     Args:
-      group: id of the chief's processes.
-      schema: schema of the parameters.
       buffers: buffers.
-
-    Attributes:
-      received: time when the last pieces came; monotonic seconds.
     """
 
-    def __init__(self, group: str, schema: Schema, buffers: Buffers) -> None:
-        self.group, self.received = group, time.monotonic()
-        self._whole = Whole(schema, buffers)
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._changed = threading.Lock()
+        self._group = ""  # id of the chief's processes
+        self._received = -math.inf  # time when its last pieces came; monotonic seconds
+        self._whole: Whole | None = None
         self._owned: dict[int, tuple[Region, ...]] = {}  # by process
 
-    def add(self, share: Share, schema: Schema, arrays: Sequence[np.ndarray]) -> PyTree:
-        """Add the pieces of a process; return the parameters once all are there.
+    @property
+    def is_empty(self) -> bool:
+        """True if no process waits for others of its chief."""
+        return self._whole is None
+
+    def forget(self) -> None:
+        """Release the pieces of a chief that has failed."""
+        self._whole = None
+
+    def places(self, share: Share, schema: Schema) -> list[np.ndarray]:
+        """Return the arrays into which a process's pieces are received.
 
         Raises:
-          InvalidArgumentError: the processes have different parameters, or the shares
-            do not cover each leaf once.
+          CenterBusyError: another chief is sending its first parameters.
+          InvalidArgumentError: other processes have parameters of another schema.
         """
-        if difference := schema.difference(
-            self._whole.schema, f"process {share.process} has", "another process has"
-        ):
-            raise errors.InvalidArgumentError(
-                f"the processes of a chief disagree about the parameters: {difference}"
-            )
-        self.received = time.monotonic()
-        self._whole.write(share.owned, arrays)
-        self._owned[share.process] = share.owned
-        if len(self._owned) < share.processes:
-            return None
-        _check_cover(self._owned.values(), schema)
-        return _trees.build(schema, self._whole.views)
+        now = time.monotonic()
+        with self._changed:
+            if self._group != share.group or self._whole is None:
+                if self._whole is not None and now - self._received < CHIEF_TIMEOUT:
+                    raise other_chief()
+                self._group, self._owned = share.group, {}
+                self._whole = Whole(schema, self._buffers)
+            if difference := schema.difference(
+                self._whole.schema,
+                f"process {share.process} has",
+                "another process has",
+            ):
+                self._whole = None
+                raise errors.InvalidArgumentError(
+                    "the processes of a chief disagree about the parameters: "
+                    f"{difference}"
+                )
+            self._received = now
+            return self._whole.places(share.owned)
+
+    def add(self, share: Share) -> PyTree:
+        """Record that a process's pieces are there; return the parameters once all are.
+
+        Raises:
+          InvalidArgumentError: the shares do not cover each leaf once.
+        """
+        with self._changed:
+            whole, self._received = self._whole, time.monotonic()
+            if self._group != share.group or whole is None:
+                return None
+            self._owned[share.process] = share.owned
+            if len(self._owned) < share.processes:
+                return None
+            self._whole = None
+            _check_cover(self._owned.values(), whole.schema)
+        return _trees.build(whole.schema, whole.views)
+
+
+def other_chief() -> errors.CenterBusyError:
+    """Return the error of a chief that comes while another one sends.
+
+    The client retries until its timeout, because the other chief may fail.
+    """
+    return errors.CenterBusyError(
+        "another worker is initializing this center; try again"
+    )
 
 
 class Assembly:
@@ -141,6 +188,8 @@ class Assembly:
         self._about: Submission | None = None  # plain fields, equal in all processes
         self._whole: Whole | None = None
         self._arriving: dict[int, object] = {}  # parts that send, by process
+        self._writing: set[int] = set()  # processes whose pieces are being written
+        self._written: set[int] = set()  # processes whose pieces have been
         self._arrived: set[int] = set()
         self._is_submitted = False  # whether the core has the whole message
         self._acknowledged: set[int] = set()
@@ -240,7 +289,7 @@ class Assembly:
                 )
             if key > self._key:
                 self._key, self._about, self._whole = key, None, None
-                self._arriving, self._arrived = {}, set()
+                self._arriving, self._written, self._arrived = {}, set(), set()
                 self._is_submitted = False
                 self._acknowledged = set()
                 self._kept = self._failure = None
@@ -253,8 +302,46 @@ class Assembly:
             if self._arriving.get(process) is part:
                 del self._arriving[process]
 
-    def add(self, share: Share, key: Key, submission: Submission, arrays: Any) -> None:
-        """Add a process's pieces; the last process submits the whole message.
+    @contextlib.contextmanager
+    def writing(self, process: int, key: Key, dtype: str) -> Iterator[Whole | None]:
+        """Lend the whole message within the block, to write a process's pieces.
+
+        Lend None if these are not needed: they are there, or the exchange is over. A
+        connection that was replaced has ended before the next one may write.
+
+        Args:
+          process: the process.
+          key: the exchange.
+          dtype: dtype of its message, see `center.proto`.
+
+        Raises:
+          InvalidArgumentError: another process has sent another dtype.
+        """
+        is_over = key[0] <= self._session.completed()
+        with self._changed:
+            self._changed.wait_for(lambda: process not in self._writing)
+            whole = None
+            is_needed = self._key == key and process not in self._written
+            if is_needed and not (is_over or self.is_closed or self._failure):
+                schema = self._frames.assembled_schema(dtype)
+                whole = self._whole = self._whole or Whole(schema, self._buffers)
+                if whole.schema.hash != schema.hash:
+                    raise self._disagreement(
+                        f"dtypes are {[*schema.dtypes]} and {[*whole.schema.dtypes]}"
+                    )
+            self._writing.add(process)
+        try:
+            yield whole
+            with self._changed:
+                if whole is not None and whole is self._whole:
+                    self._written.add(process)
+        finally:
+            with self._changed:
+                self._writing.discard(process)
+                self._changed.notify_all()
+
+    def add(self, share: Share, key: Key, submission: Submission) -> None:
+        """Record that a process's pieces are there; the last one submits the message.
 
         Raises:
           WorkerStateError: another process gave other numbers for the same exchange.
@@ -268,31 +355,13 @@ class Assembly:
                 return
             about = submission.without_arrays()
             self._about = self._about or about
-            whole = schema = None
-            if not is_over and share.owned:  # others may send a narrower dtype
-                schema = self._frames.assembled_schema(arrays)
-                whole = self._whole = self._whole or Whole(schema, self._buffers)
-            difference = _difference(about, self._about)
-            if whole and schema and whole.schema.hash != schema.hash:
-                difference = f"dtypes are {schema.dtypes} and {whole.schema.dtypes}"
-            if difference:
-                error = errors.InvalidArgumentError(
-                    f"the processes of worker {self.worker!r} disagree about "
-                    f"exchange {key[0]}: {difference}"
-                )
-                self._fail(error)
-                raise error
-        if whole is not None:
-            whole.write(share.owned, arrays)
-        with self._changed:
-            if self._key != key or share.process in self._arrived:
-                return  # another connection of this process was faster
+            if difference := _difference(about, self._about):
+                raise self._disagreement(difference)
             self._arrived.add(share.process)
             is_last = len(self._arrived) == self.processes and not is_over
-            if is_last:
-                whole, self._whole = self._whole, None
+            whole, self._whole = self._whole, None if is_last else self._whole
         if is_last and not self.is_closed:
-            whole = whole or Whole(self._frames.assembled_schema([]), self._buffers)
+            whole = whole or Whole(self._frames.assembled_schema(""), self._buffers)
             contribution = self._frames.assembled(whole.schema, whole.buffer)
             try:
                 self.check()
@@ -304,6 +373,15 @@ class Assembly:
             with self._changed:
                 self._is_submitted = self._key == key
                 self._changed.notify_all()
+
+    def _disagreement(self, difference: str) -> errors.InvalidArgumentError:
+        """Let the exchange fail, because its processes differ; return the error."""
+        error = errors.InvalidArgumentError(
+            f"the processes of worker {self.worker!r} disagree about exchange "
+            f"{self._key[0]}: {difference}"
+        )
+        self._fail(error)
+        return error
 
     def fail(self, key: Key, error: Exception) -> None:
         """Let an exchange fail in all processes."""
@@ -330,6 +408,7 @@ class Assembly:
             if self._kept is not None:
                 return self._kept
             if not self._is_whole(key):
+                self._core.check_open()
                 return None
         if sequence:
             kept = self._session.answer(sequence, timeout)
@@ -389,6 +468,7 @@ class Part:
         self._assembly, self._share, self._closer = assembly, share, closer
         self.worker, self.session_id = assembly.worker, assembly.session_id
         self._key: Key = (0, 0)
+        self._dtype = ""  # of the message
 
     @property
     def is_first(self) -> bool:
@@ -400,6 +480,7 @@ class Part:
     def begin(self, message: pb.Message) -> None:
         """Begin to receive a message."""
         self._key = message.sequence, message.attempt
+        self._dtype = message.dtype
         self._assembly.begin(self._share.process, self._key, self)
 
     def end(self) -> None:
@@ -408,12 +489,15 @@ class Part:
 
     def submit(self, submission: Submission) -> None:
         """Add this process's pieces to the message."""
-        pieces, frames = submission.contribution, self._assembly._frames
-        if not frames.sends_elements and pieces:
-            dtypes = frames.schemas.center.numpy_dtypes
-            shapes = tuple((r.shape, dtypes[r.leaf]) for r in self._share.owned)
-            pieces = _decode(frames.rule, shapes)(pieces)
-        self._assembly.add(self._share, self._key, submission.checked(), pieces)
+        if submission.contribution is not None:  # else `receive` has written them
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in self._like())
+            pieces = _decode(self._assembly._frames.rule, shapes)(
+                submission.contribution
+            )
+            with self._writing() as whole:
+                if whole is not None:
+                    whole.write(self._share.owned, pieces)
+        self._assembly.add(self._share, self._key, submission.checked())
 
     def answer(self, sequence: int, timeout: float) -> KeptAnswer | None:
         """Return the answer to this process's exchange: see `LocalSession.answer`."""
@@ -463,18 +547,36 @@ class Part:
             return Schema([])
         return self._assembly._frames.checked_schema(message, self.schemas.message)
 
-    def contribution(self, schema: Schema, buffer: np.ndarray) -> PyTree:
-        """Return the pieces in a received buffer, which `submit` decodes."""
+    def receive(self, schema: Schema, reader: FrameReader) -> PyTree:
+        """Receive this process's pieces of a message, and write them to the message.
+
+        Encoded pieces are returned instead, for `submit` to decode and write them.
+        """
         frames = self._assembly._frames
         if not schema.leaves:
-            return []
-        rule, dtypes = frames.rule, frames.schemas.center.numpy_dtypes
-        like = [
+            reader.read_buffer(schema, "a message")
+            return None
+        if not frames.sends_elements:
+            like = rounds.contribution_like(frames.rule, self._like())
+            buffer = reader.read_buffer(schema, "a message")
+            return _trees.build(schema, schema.views(buffer), like)
+        with self._writing() as whole:
+            if whole is None:
+                reader.read_buffer(schema, "a message")
+            else:
+                places = whole.places(self._share.owned)
+                reader.read_into(schema, places, "a message")
+        return None
+
+    def _writing(self) -> contextlib.AbstractContextManager[Whole | None]:
+        return self._assembly.writing(self._share.process, self._key, self._dtype)
+
+    def _like(self) -> list[jax.ShapeDtypeStruct]:
+        """Return this process's own pieces of the center, abstract."""
+        dtypes = self._assembly._frames.schemas.center.numpy_dtypes
+        return [
             jax.ShapeDtypeStruct(r.shape, dtypes[r.leaf]) for r in self._share.owned
         ]
-        return _trees.build(
-            schema, schema.views(buffer), rounds.contribution_like(rule, like)
-        )
 
     def answer_frame(self, version: Version, answer: Answer) -> Frame:
         """Return the frame with this process's pieces of an answer."""

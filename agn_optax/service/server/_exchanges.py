@@ -130,11 +130,15 @@ class Exchanges:
         """
         frames = session if isinstance(session, Part) else self._frames
         schema = frames.message_schema(message)
-        buffer = reader.read_buffer(schema, "a message")
+        if isinstance(session, Part):
+            contribution = session.receive(schema, reader)
+        else:
+            buffer = reader.read_buffer(schema, "a message")
+            contribution = self._frames.contribution(schema, buffer)
         arrival.at = time.monotonic()
         stack.enter_context(self.counting("answering"))
         self._traffic.count(traffic, received=schema.size)
-        submission = submission_of(message, frames.contribution(schema, buffer))
+        submission = submission_of(message, contribution)
         part = session if isinstance(session, Part) else None
         if part is None or (part.is_first and message.sequence):
             traffic.period = submission.steps

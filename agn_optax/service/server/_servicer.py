@@ -17,13 +17,14 @@ from agn_optax.center import Core, LocalSession, release_arguments
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service.security._access import Authenticator, Caller
-from agn_optax.service.security._call_limits import CHIEF_TIMEOUT, CallLimits
+from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._rate_limits import MAX_WAIT
 from agn_optax.service.server._assembly import (
     Assembly,
     FirstParameters,
     Part,
     check_regions,
+    other_chief,
 )
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._exchanges import WAITING, Exchanges, waiting_for
@@ -101,7 +102,7 @@ class Servicer:
         self.buffers = Buffers()
         self._joining = threading.Lock()
         self._assemblies: dict[str, Assembly] = {}  # by worker
-        self._first_parameters: FirstParameters | None = None
+        self._first_parameters = FirstParameters(self.buffers)
         self.stop: Callable[[], object] = do_nothing
         self.on_event: Callable[..., object] = _ignore_event
         self.offers: list[pb.Offer] = []
@@ -169,15 +170,15 @@ class Servicer:
             caller.check("Initialize", start.worker)
             if (version := self._initialized_version(start)) is not None:
                 return pb.Initialized(version=version)
-            with limits.initializations.held(
-                caller.key, _other_chief(), WAITING_INTERVAL
-            ):
+            # The processes of one chief send at the same time.
+            chief = (caller.key, start.worker) if start.share_size else object()
+            with limits.initializations.held(chief, other_chief(), WAITING_INTERVAL):
                 version = self._initialized_version(start)
                 if version is None:
                     params = self._read_parameters(start, reader, context)
                     if params is not None:  # else pieces of it are still missing
                         version = self.core.initialize(params, worker=start.worker)
-                        self._first_parameters = None  # of a chief that has failed
+                        self._first_parameters.forget()  # of a chief that has failed
         return pb.Initialized(version=version)
 
     def _initialized_version(self, start: pb.Start) -> int | None:
@@ -230,17 +231,9 @@ class Servicer:
         share = _pieces.from_bytes(described[size:].tobytes())
         check_regions(share, schema)
         pieces = _pieces.piece_schemas(self.core.rule, schema, share).owned
-        buffer = reader.read_buffer(pieces, "pieces of the parameters")
-        first, self._first_parameters = self._first_parameters, None
-        if first is None or first.group != share.group:
-            if first is not None and time.monotonic() - first.received < CHIEF_TIMEOUT:
-                self._first_parameters = first
-                raise _other_chief()
-            first = FirstParameters(share.group, schema, self.buffers)
-        params = first.add(share, schema, pieces.views(buffer))
-        if params is None:
-            self._first_parameters = first
-        return params
+        places = self._first_parameters.places(share, schema)
+        reader.read_into(pieces, places, "pieces of the parameters")
+        return self._first_parameters.add(share)
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Frame]:
         """Send the current version of the center."""
@@ -441,13 +434,6 @@ def _check_name(name: str, least: int = 1) -> None:
             f"a worker's name and its session id must have {least} to {_MAX_NAME} "
             f"bytes, got {len(name.encode())}: {name[:40]!r}"
         )
-
-
-def _other_chief() -> errors.CenterBusyError:
-    """Return an error after which a chief tries again, because another may fail."""
-    return errors.CenterBusyError(
-        "another worker is initializing this center; try again"
-    )
 
 
 def _check_share_size(size: int) -> None:
