@@ -22,6 +22,7 @@ from agn_optax.service.wire._frames import Frame, FrameReader
 from agn_optax.service.wire._submission import submission_of
 
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
+_MAX_NAMED = 64  # processes for which another one waits
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 
 
@@ -183,7 +184,7 @@ class Exchanges:
 
 def waiting_for(processes: list[int]) -> Frame:
     """Return the frame for a process that waits for others of its worker."""
-    return Frame(pb.Header(waiting=pb.Waiting(missing=processes)))
+    return Frame(pb.Header(waiting=pb.Waiting(missing=processes[:_MAX_NAMED])))
 
 
 def _of_part(
@@ -196,3 +197,5 @@ def _of_part(
     except errors.AgnOptaxError as error:
         part.fail(error)
         raise
+    finally:
+        part.end()

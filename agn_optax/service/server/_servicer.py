@@ -24,6 +24,7 @@ from agn_optax.service.server._assembly import (
     FirstParameters,
     Part,
     check_regions,
+    other_chief,
 )
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._exchanges import WAITING, Exchanges, waiting_for
@@ -169,18 +170,15 @@ class Servicer:
             caller.check("Initialize", start.worker)
             if (version := self._initialized_version(start)) is not None:
                 return pb.Initialized(version=version)
-            # The client retries until its timeout, because the other chief may fail.
-            busy = errors.CenterBusyError(
-                "another worker is initializing this center; try again"
-            )
             # The processes of one chief send at the same time.
             chief = (caller.key, start.worker) if start.share_size else object()
-            with limits.initializations.held(chief, busy, WAITING_INTERVAL):
+            with limits.initializations.held(chief, other_chief(), WAITING_INTERVAL):
                 version = self._initialized_version(start)
                 if version is None:
                     params = self._read_parameters(start, reader, context)
                     if params is not None:  # else pieces of it are still missing
                         version = self.core.initialize(params, worker=start.worker)
+                        self._first_parameters.forget()  # of a chief that has failed
         return pb.Initialized(version=version)
 
     def _initialized_version(self, start: pb.Start) -> int | None:
@@ -318,10 +316,10 @@ class Servicer:
         if not context.add_callback(disconnect):
             session.disconnect()
             return
-        while isinstance(session, Part) and (
-            missing := session.wait_for_processes(WAITING_INTERVAL)
-        ):
-            yield waiting_for(missing)
+        # If all have joined before, others may have their answers, and do not connect.
+        if isinstance(session, Part) and not join.center:
+            while missing := session.wait_for_processes(WAITING_INTERVAL):
+                yield waiting_for(missing)
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield WAITING
         joined = pb.Joined(center=self.core.center_id)
@@ -346,6 +344,7 @@ class Servicer:
         share = _pieces.from_bytes(received.tobytes())
         worker, session_id = join.worker, join.session_id
         with self._joining:
+            self.core.heartbeat(())  # a session whose lease has ended ends now
             kept = {k: a for k, a in self._assemblies.items() if not a.is_closed}
             assembly = kept.get(worker)
             ids = assembly and (assembly.session_id, assembly.group)
