@@ -12,11 +12,13 @@ one at a time, in turns. "seconds" are from the call of the last process until t
 one has its parameters: the median, and the [least, most] of all jobs; "ratio" is the
 median relative to one process's. "CPU" is the median of the seconds of all cores, also
 those of the center, which depend less on other load. "above" is how much the memory of
-a process grows during an exchange (VmHWM, reset before it, without VmRSS): the most of
-all processes and exchanges, in MB and in sizes of the process's own pieces, which are
-the model divided by the processes. On a CPU, that has the contribution, which would be
-in the memory of an accelerator, and the answer. "center" is the center's peak in
-models.
+a process grows during an exchange (VmHWM, reset before it, without VmRSS, which has
+freed memory that the process keeps), "peak" the memory without that of the interpreter
+before the model: the most of all processes and exchanges, in sizes of the process's own
+pieces, which are the model divided by the processes. On a CPU, the peak has parameters
+and anchor, and in their place the contribution and the answer, which would all be in
+the memory of an accelerator, and in shared memory the message. "center" is the center's
+peak in models.
 
     python benchmarks/processes.py --megabytes 1000 --transports memory socket
 """
@@ -111,6 +113,7 @@ def join(
     """
     if part[1] > 1:
         jax.distributed.initialize(*part)
+    _job["base"] = begin()
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     sharding = NamedSharding(mesh, SPECS[spec])
     shape = 64, max(1, round(size / 4 / LEAVES / 64 / 4)) * 4
@@ -131,15 +134,16 @@ def local_step() -> None:
     _job["loop"].params = jax.block_until_ready(_job["step"](_job["loop"].params))
 
 
-def exchange() -> tuple[float, float, float, int]:
-    """Exchange; return the times of begin and end, CPU seconds, and bytes above."""
+def exchange() -> tuple[float, float, float, int, int]:
+    """Exchange; return times of begin and end, CPU seconds, bytes above, and of all."""
     loop = _job["loop"]
     held = settle()[1]
     cpu, begun = time.process_time(), time.monotonic()
     loop.exchange()
     jax.block_until_ready(loop.params)
     ended = time.monotonic()
-    return begun, ended, time.process_time() - cpu, status("VmHWM") - held
+    cpu, peak = time.process_time() - cpu, status("VmHWM")
+    return begun, ended, cpu, peak - held, peak - _job["base"]
 
 
 def moved() -> float:
@@ -191,7 +195,7 @@ class Processes(Benchmark, quick=QUICK):
     def row(self, form: str, processes: int, jobs: list[Any], one: float) -> Row:
         """Return the table row of a form, from the results of its jobs."""
         seconds, cpu = (np.concatenate([job[i] for job in jobs]) for i in (0, 1))
-        above, center = (max(job[i] for job in jobs) for i in (2, 3))
+        above, peak, center = (max(job[i] for job in jobs) for i in (2, 3, 4))
         own = 1e6 * self.megabytes / processes
         return {
             "form": form,
@@ -200,13 +204,13 @@ class Processes(Benchmark, quick=QUICK):
             "least, most": [float(seconds.min()), float(seconds.max())],
             "ratio": float(np.median(seconds)) / one,
             "CPU": float(np.median(cpu)),
-            "above, MB": above / 1e6,
-            "above, own pieces": above / own,
+            "above": above / own,
+            "peak": peak / own,
             "center": center / 1e6 / self.megabytes,
         }
 
     def job(self, transport: str, form: str, processes: int) -> list[Any]:
-        """Run a job; return seconds, CPU seconds, bytes above, and the center's."""
+        """Run a job; return seconds, CPU, bytes above and of all, and the center's."""
         server, *clients = [self.use(Process()) for _ in range(1 + processes)]
         size = 1e6 * self.megabytes
         base = server.call(begin)
@@ -224,22 +228,22 @@ class Processes(Benchmark, quick=QUICK):
         ]
         for each in joined:
             each.result()
-        seconds, cpu, above = [], [], 0
+        seconds, cpu, above, peak = [], [], 0, 0
         for i in range(1 + self.exchanges):
             together(local_step)
             if i == 1:
                 server.call(settle)
             before = server.call(time.process_time)
-            begun, ended, spent, grown = zip(*together(exchange), strict=True)
+            begun, ended, spent, grown, used = zip(*together(exchange), strict=True)
             if i:  # the first one compiles
                 seconds.append(max(ended) - max(begun))
                 cpu.append(sum(spent) + server.call(time.process_time) - before)
-                above = max(above, *grown)
+                above, peak = max(above, *grown), max(peak, *used)
         if set(together(moved)) != {-1.0 - self.exchanges}:
             raise ValueError(f"{form}, {processes} processes: the center is elsewhere")
         center = server.call(status, "VmHWM") - base
         self.stack.close()
-        return [seconds, cpu, above, center]
+        return [seconds, cpu, above, peak, center]
 
 
 if __name__ == "__main__":
