@@ -37,6 +37,7 @@ from agn_optax.center import (
     Synchronous,
 )
 from agn_optax.center.durability import Keeper
+from agn_optax.center.durability._writer import Writer
 
 DOWNPOUR = shared.downpour()
 LIMIT = 60  # s, generous: no test should come near it
@@ -951,6 +952,22 @@ def test_worker_and_center_resume_together_bit_for_bit(tmp_path, killed):
         train(again, other, other.restore(saved), 5)[0],
         train(center, worker, loop, 5)[0],
     )
+    assert_identical(again.save(), center.save())
+    again.close()
+    center.close()
+
+
+def test_journal_of_an_earlier_release_is_replayed(tmp_path, killed, monkeypatch):
+    """Its records do not say which messages the center had decoded: it had none."""
+    append = Writer.append
+
+    def append_less(writer, about, trees=()):
+        append(writer, {k: v for k, v in about.items() if k != "decoded"}, trees)
+
+    monkeypatch.setattr(Writer, "append", append_less)
+    center = kept(Journal(tmp_path / "a"), DOWNPOUR, params=jnp.ones(3))
+    sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
+    again = kept(Journal(killed(tmp_path / "a")), DOWNPOUR)
     assert_identical(again.save(), center.save())
     again.close()
     center.close()
