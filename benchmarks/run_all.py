@@ -19,6 +19,7 @@ from measuring import CONSOLE, Row, markdown
 HERE = pathlib.Path(__file__).parent
 RUNS = (
     *("optimizer_overhead", "towers", "startup", "encoding", "overlap", "memory"),
+    "processes",
     *("exchange --megabytes 0.04", "exchange --megabytes 4", "exchange --repeats 27"),
     *("exchange --megabytes 400", "fan_in", "fan_in --megabytes 0.04 --workers 1 4"),
     "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5",

@@ -343,7 +343,7 @@ class Core:
         """
         session_id = session_id or uuid.uuid4().hex
         with self._changed:
-            self._check_open()
+            self.check_open()
             if params is not None and self._store is not None:
                 check.same_tree(params, self._store.like, "params", "center")
             now = time.monotonic()
@@ -607,7 +607,7 @@ class Core:
         with self._changed:  # a closed center still writes the records that it has
             self._changed.wait_for(lambda: keeper.is_kept(recorded) or self.failure)
             if not keeper.is_kept(recorded):
-                self._check_open()
+                self.check_open()
 
     # The end of the center, reported to each later caller.
 
@@ -616,7 +616,8 @@ class Core:
         """The reason why the center takes no more exchanges; "" while it takes them."""
         return self.failure or self._closed
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `CenterClosedError` if the center takes no more exchanges."""
         if reason := self._ended:
             raise errors.CenterClosedError(reason)
 
@@ -627,7 +628,7 @@ class Core:
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._ended, timeout)
             if not (holds := condition()):
-                self._check_open()
+                self.check_open()
             return holds
 
 
@@ -695,7 +696,7 @@ class LocalSession(Session):
         # It is still on the device if no limit needs it.
         norm = None if isinstance(message.norm, jax.Array) else float(message.norm)
         with core.atomically():
-            core._check_open()
+            core.check_open()
             if core.ledger.submit(
                 self.worker, self.session_id, submission, time.monotonic(), norm
             ):
@@ -735,7 +736,7 @@ class LocalSession(Session):
                         f"worker {worker!r} asks for the answer to exchange "
                         f"{sequence}, but its last one was {member.sequence}"
                     )
-                core._check_open()
+                core.check_open()
                 now = time.monotonic()
                 if now >= end:
                     return None

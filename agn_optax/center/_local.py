@@ -120,7 +120,7 @@ class LocalCenter:
 
     @property
     def notices(self) -> list[Notice]:
-        """What goes wrong now, as the log says it: see `Thresholds`."""
+        """The notices of what goes wrong now, as logged: see `Thresholds`."""
         self.core.look()
         return self.core.notices.current()
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from agn_optax.round import parts
 
@@ -28,10 +29,10 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The region as an index of its leaf."""
+    def slices(self) -> tuple[Any, ...]:
+        """The region as an index of its leaf, which gives a view of it."""
         ends = zip(self.start, self.shape, strict=True)
-        return tuple(slice(begin, begin + size) for begin, size in ends)
+        return (*(slice(begin, begin + size) for begin, size in ends), ...)
 
     @property
     def size(self) -> int:
@@ -95,7 +96,7 @@ class Share:
         joined = []
         for parts_of_region in found:
             ordered = [array for _, array in sorted(parts_of_region, key=_row)]
-            joined.append(ordered[0] if len(ordered) == 1 else jnp.concatenate(ordered))
+            joined.append(ordered[0] if len(ordered) == 1 else np.concatenate(ordered))
         return joined
 
 
@@ -179,21 +180,36 @@ def uncovered(regions: Sequence[Region], shapes: Sequence[tuple[int, ...]]) -> s
     """
     by_leaf: dict[int, list[Region]] = {}
     for region in regions:
-        by_leaf.setdefault(region.leaf, []).append(region)
+        if region.size:
+            by_leaf.setdefault(region.leaf, []).append(region)
     for leaf, shape in enumerate(shapes):
         found, size = by_leaf.get(leaf, []), math.prod(shape)
-        for i, region in enumerate(found):
-            if any(_overlap(region, other) for other in found[i + 1 :]):
-                return f"two processes own a part of leaf {leaf}, {region.shape}"
         covered = sum(region.size for region in found)
-        if covered != size:
+        if covered < size:
             return f"no process owns {size - covered} of {size} elements of leaf {leaf}"
+        if covered > size or _corners(found) != _corners(_whole(leaf, shape, size)):
+            return f"two processes own a part of leaf {leaf}, and others may be missing"
     return ""
 
 
-def _overlap(one: Region, other: Region) -> bool:
-    boxes = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    return all(a < b + n and b < a + m for a, m, b, n in boxes) and bool(one.size)
+def _whole(leaf: int, shape: tuple[int, ...], size: int) -> list[Region]:
+    return [Region(leaf, (0,) * len(shape), shape)] if size else []
+
+
+def _corners(boxes: Sequence[Region]) -> dict[tuple[int, ...], int]:
+    """Return how often boxes that are not empty have each corner, with signs.
+
+    These are the differences, along all axes, of how many boxes contain each element.
+    So two sets of boxes contain the same elements, and as often, if they have the same
+    corners. Boxes are many for large models: comparing all pairs would take too long.
+    """
+    corners: dict[tuple[int, ...], int] = {}
+    for _, start, shape in boxes:
+        ends = [((a, 1), (a + n, -1)) for a, n in zip(start, shape, strict=True)]
+        for corner in itertools.product(*ends):
+            at = tuple(place for place, _ in corner)
+            corners[at] = corners.get(at, 0) + math.prod(sign for _, sign in corner)
+    return {at: count for at, count in corners.items() if count}
 
 
 def shares_of(

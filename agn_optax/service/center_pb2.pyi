@@ -164,9 +164,9 @@ class Share(_message.Message):
     group: str
     process: int
     processes: int
-    owned: _containers.RepeatedCompositeFieldContainer[Region]
-    wanted: _containers.RepeatedCompositeFieldContainer[Region]
-    def __init__(self, group: _Optional[str] = ..., process: _Optional[int] = ..., processes: _Optional[int] = ..., owned: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+    owned: bytes
+    wanted: bytes
+    def __init__(self, group: _Optional[str] = ..., process: _Optional[int] = ..., processes: _Optional[int] = ..., owned: _Optional[bytes] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("leaf", "start", "shape")

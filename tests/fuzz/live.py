@@ -23,12 +23,13 @@ import numpy as np
 from chaos import model
 from chaos.processes import ProcessPool, Resources
 from fuzz import mutate
-from helpers import certificates, links, sessions
+from helpers import certificates, links, pieces, sessions
 
 from agn_optax import service
 from agn_optax.service import address as addresses
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service import sockets
+from agn_optax.service.wire import _pieces
 
 LEASE = 1.0  # seconds
 SLOTS = 64
@@ -178,6 +179,14 @@ class _MutatingClient:
         travels = sessions.remote(center).known_schemas()
         self._whole, self._schema = travels.center, travels.message
         self._leaves = description.schema
+        # Shares of two processes, and of one that is a worker by itself.
+        made = [*pieces.row_shares(model.params(SLOTS), 2)]
+        made += pieces.row_shares(model.params(SLOTS), 1)
+        self._shares = [_pieces.to_bytes(share).tobytes() for share in made]
+        self._piece_schemas = [
+            _pieces.piece_schemas(center.rule, self._whole, share).schemas.message
+            for share in map(_pieces.in_schema_order, made)
+        ]
         if tls is None:
             self._channel = grpc.insecure_channel(connection.address)
         else:
@@ -199,17 +208,19 @@ class _MutatingClient:
             worker=name,
             session_id=str(self._rng.randrange(3)),
         )
-        frames = [links.as_bytes(pb.Header(join=join))]
+        first, schema = self._joining(join)
+        frames = [first]
         for sequence in (1, 2):
             message = pb.Message(
                 sequence=sequence,
-                schema_hash=self._schema.hash,
+                schema_hash=schema.hash,
+                attempt=self._rng.choice([0, 0, 1]),
                 steps=self._rng.choice([0, 1, 1 << 63]),
                 weight=self._rng.choice([1.0, -1.0, 1e300, float("nan")]),
                 anchor_version=self._rng.choice([0, 1, 1 << 40]),
             )
             frame = pb.Header(message=message)
-            frames.append(links.as_bytes(frame, self._schema, self._tree()))
+            frames.append(links.as_bytes(frame, schema, self._tree(schema)))
             frames.append(links.as_bytes(pb.Header(acknowledge=sequence)))
         segment = pb.Segment(number=1, size=self._rng.choice([4096, 1 << 40, 0]))
         frames.append(links.as_bytes(pb.Header(attach=segment)))
@@ -234,15 +245,30 @@ class _MutatingClient:
             chosen[at] = mutate.mutated(self._rng, [chosen[at]])
         return chosen
 
-    def _tree(self):
+    def _joining(self, join):
+        """Return the first frame of a worker, and the schema of its messages.
+
+        The worker may be one of several processes.
+        """
+        if self._rng.random() < 0.5:
+            return links.as_bytes(pb.Header(join=join)), self._schema
+        index = self._rng.randrange(len(self._shares))
+        data = self._shares[index]
+        if self._rng.random() < 0.3:
+            data = mutate.mutated(self._rng, [data])
+        join.share_size = len(data)
+        frame = links.around(pb.Header(join=join), data)
+        return frame, self._piece_schemas[index]
+
+    def _tree(self, schema):
         """Return the leaves of a contribution: zeros, or random bytes."""
         if self._rng.random() < 0.5:
-            return [np.zeros(leaf.shape, leaf.dtype) for leaf in self._schema.leaves]
+            return [np.zeros(leaf.shape, leaf.dtype) for leaf in schema.leaves]
         return [
             np.frombuffer(self._rng.randbytes(leaf.nbytes), leaf.dtype).reshape(
                 leaf.shape
             )
-            for leaf in self._schema.leaves
+            for leaf in schema.leaves
         ]
 
     def _metadata(self):

@@ -14,7 +14,7 @@ import numpy as np
 from chaos import model
 from fuzz import mutate
 from google.protobuf.message import DecodeError
-from helpers import shared
+from helpers import pieces, shared
 
 from agn_optax import LocalCenter, errors, service
 from agn_optax.center import Submission
@@ -30,7 +30,7 @@ from agn_optax.service.security import _token
 from agn_optax.service.security._access import token_problem
 from agn_optax.service.transports._connection import Connection
 from agn_optax.service.transports._grpc import JoinedMessages
-from agn_optax.service.wire import _errors, _frames, _trees
+from agn_optax.service.wire import _errors, _frames, _pieces, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._fingerprint import fingerprint
 from agn_optax.service.wire._frames import Frame
@@ -39,6 +39,8 @@ RULE = shared.downpour()
 TREE = {"a": np.arange(9, dtype=np.float32), "b": (np.zeros(3, np.float32), None)}
 SCHEMA = _trees.schema_of(TREE)
 _LEAVES = _trees.to_bytes(SCHEMA)
+_SHARE = _pieces.to_bytes(pieces.random_shares(TREE, 2, np.random.default_rng(0))[0])
+_SHARE = _SHARE.tobytes()
 DESCRIPTION = pb.Description(
     protocol=_address.PROTOCOL,
     release="0",
@@ -126,6 +128,14 @@ def _read_frames(data):
         ):
             buffer = reader.read_buffer(SCHEMA, "a tree")
             assert buffer.nbytes == SCHEMA.size
+
+
+def _read_share(data):
+    share = _pieces.from_bytes(data)
+    assert 0 <= share.process < share.processes
+    assert share.like is None
+    for region in (*share.owned, *share.wanted):
+        assert len(region.start) == len(region.shape)
 
 
 def _read_schema(data):
@@ -440,6 +450,7 @@ PARSERS = {
         (errors.ProtocolError, EOFError),
     ),
     "schema": Parser([_LEAVES], _read_schema, (errors.ProtocolError,)),
+    "share": Parser([_SHARE], _read_share, (errors.ProtocolError,)),
     "description": Parser(
         [bytes([len(_LEAVES)]) + _LEAVES + DESCRIPTION.SerializeToString()],
         _read_description,

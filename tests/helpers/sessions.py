@@ -69,6 +69,11 @@ def servicer(server):
     return server._servicer
 
 
+def assembly(server, worker):
+    """Return the assembly of a worker of several processes."""
+    return servicer(server)._assemblies[worker]
+
+
 def listener(server, name):
     """Return the server's end of a transport, or its page."""
     return server._listeners[name]

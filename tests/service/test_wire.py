@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports._grpc import MESSAGE_SIZE, JoinedMessages
-from agn_optax.service.wire import _casting, _frames, _schema
+from agn_optax.service.wire import _buffers, _casting, _frames, _schema
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import SIZES, Frame, FrameReader, join_pieces
 from agn_optax.service.wire._schema import Leaf, Schema, allocate
@@ -226,6 +226,44 @@ def test_frames_are_read_one_after_the_other(sent_frames, size):
         if has:
             assert_same_bits(TREE.views(reader.read_buffer(TREE, "a tree")), [tree])
     assert reader.read_header() is None
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+def test_leaves_are_read_into_regions_of_larger_arrays(size):
+    sent = [array("int8", (3, 4)), np.float32(5), array("float16", (300,), seed=1)]
+    sent[2][:] = np.arange(300)
+    schema = schema_of(sent)
+    whole = b"".join(Frame(HEADERS[0], schema, sent).pieces())
+    reader = read(whole[at : at + size] for at in range(0, len(whole), size))
+    reader.read_header()
+    large = [np.zeros((5, 9), np.int8), np.zeros(2, np.float32), np.zeros(400)]
+    places = [large[0][1:4, 2:6], large[1][1, ...], large[2][50:350]]  # the last in f8
+    reader.read_into(schema, places, "a tree")
+    for place, leaf, array_ in zip(places, sent, large, strict=True):
+        np.testing.assert_array_equal(place, leaf)
+        assert np.count_nonzero(array_) == np.count_nonzero(leaf)
+    assert reader.read_header() is None
+
+
+def test_array_of_another_size_is_not_read_into():
+    reader = read([frame_bytes(HEADERS[0], array("int8", (9,)))])
+    reader.read_header()
+    place = np.zeros(8, np.int8)
+    with pytest.raises(errors.ProtocolError, match="of 8 bytes was expected, got 9"):
+        reader.read_into(Schema([Leaf("x", "int8", (8,))]), [place], "a tree")
+    assert not place.any()
+
+
+@pytest.mark.parametrize("columns", [slice(0, 4), slice(3, 7)])
+def test_two_threads_copy_to_and_from_columns_of_arrays(monkeypatch, columns):
+    monkeypatch.setattr(_buffers, "_MIN_FOR_TWO_THREADS", 0)
+    source, packed = array("int8", (6, 8)), np.zeros((6, 4), np.int8)
+    destination = np.zeros((6, 8), np.int8)
+    _buffers.copy([(packed, source[:, columns])], packed.nbytes)
+    _buffers.copy([(destination[:, columns], packed)], packed.nbytes)
+    expected = np.zeros_like(source)
+    expected[:, columns] = source[:, columns]
+    np.testing.assert_array_equal(destination, expected)
 
 
 def everything(messages):

@@ -378,7 +378,8 @@ def _apply_record(record: Record, store: Store) -> None:
     if messages := about["messages"]:
         like = [
             rounds.Decoded(store.like) if is_decoded else store.contribution_like
-            for is_decoded in about["decoded"]
+            # Records of earlier releases do not say it.
+            for is_decoded in about.get("decoded", [False] * len(messages))
         ]
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
         submissions = [

@@ -269,7 +269,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
 
     @property
     def takes_pieces(self) -> bool:
-        """True: the processes of a worker may each exchange their own pieces."""
+        """True, as each process of a worker may exchange its own pieces."""
         return True
 
     @property

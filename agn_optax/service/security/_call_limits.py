@@ -8,7 +8,11 @@ from typing import Any, Protocol
 
 from agn_optax import errors
 from agn_optax.service._watchdog import Transfer, timed
-from agn_optax.service.security._rate_limits import CallerSemaphore, RateLimiter
+from agn_optax.service.security._rate_limits import (
+    CallerSemaphore,
+    OneCallerSemaphore,
+    RateLimiter,
+)
 
 BURST = 400.0  # calls of a caller at once, and `_CALLS_OF_WORKER` for each worker
 _CALLS_OF_WORKER = 8  # to start and to leave
@@ -55,7 +59,7 @@ class CallLimits:
         self.waiting_pulls = CallerSemaphore(
             _MAX_WAITING_PULLS + max_workers, max(64, max_workers)
         )
-        self.initializations = CallerSemaphore(1, 1)
+        self.initializations = OneCallerSemaphore()
 
     # Rates.
 

@@ -82,16 +82,14 @@ class CallerSemaphore:
 
     def acquire(self, caller: Hashable, timeout: float) -> bool:
         """Acquire the semaphore; return False if that takes more than ``timeout`` s."""
-
-        def is_free() -> bool:
-            counts = self._counts
-            is_below = counts.total() < self._limit
-            return is_below and counts[caller] < self._limit_of_caller
-
         with self._changed:
-            is_acquired = self._changed.wait_for(is_free, timeout)
+            is_acquired = self._changed.wait_for(lambda: self._is_free(caller), timeout)
             self._counts[caller] += is_acquired
             return is_acquired
+
+    def _is_free(self, caller: Hashable) -> bool:
+        is_below = self._counts.total() < self._limit
+        return is_below and self._counts[caller] < self._limit_of_caller
 
     def release(self, caller: Hashable) -> None:
         """Release what a caller has acquired."""
@@ -117,3 +115,13 @@ class CallerSemaphore:
             yield
         finally:
             self.release(caller)
+
+
+class OneCallerSemaphore(CallerSemaphore):
+    """A semaphore of one caller at a time, which may acquire it repeatedly."""
+
+    def __init__(self) -> None:
+        super().__init__(math.inf, 1)
+
+    def _is_free(self, caller: Hashable) -> bool:
+        return self._counts.total() == self._counts[caller]

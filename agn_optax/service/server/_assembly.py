@@ -8,10 +8,13 @@ all begin the exchange anew, with the next number of `Submission.attempt`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import math
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,10 +37,11 @@ from agn_optax.center import (
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.security._call_limits import CHIEF_TIMEOUT
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.wire import _pieces, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame
+from agn_optax.service.wire._frames import Frame, FrameReader
 from agn_optax.service.wire._schema import Schema
 from agn_optax.service.wire._submission import snapshot_of
 
@@ -59,39 +63,93 @@ class Whole:
         schema.clear_gaps(self.buffer)
         self.views = schema.views(self.buffer)
 
+    def places(self, regions: Sequence[Region]) -> list[np.ndarray]:
+        """Return views of regions, whose leaves are numbered as in the schema."""
+        return [self.views[region.leaf][region.slices] for region in regions]
+
     def write(self, regions: Sequence[Region], arrays: Sequence[Any]) -> None:
-        """Write arrays to their regions, whose leaves are numbered as in the schema."""
-        for region, array in zip(regions, arrays, strict=True):
-            self.views[region.leaf][region.slices] = array
+        """Write arrays to their regions."""
+        for place, array in zip(self.places(regions), arrays, strict=True):
+            place[...] = array
 
 
 class FirstParameters:
     """The first parameters of a center, while a chief's processes send their pieces.
 
     Args:
-      group: id of the chief's processes.
-      schema: schema of the parameters.
       buffers: buffers.
     """
 
-    def __init__(self, group: str, schema: Schema, buffers: Buffers) -> None:
-        self.group = group
-        self._whole = Whole(schema, buffers)
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._changed = threading.Lock()
+        self._group = ""  # id of the chief's processes
+        self._received = -math.inf  # time when its last pieces came; monotonic seconds
+        self._whole: Whole | None = None
         self._owned: dict[int, tuple[Region, ...]] = {}  # by process
 
-    def add(self, share: Share, arrays: Sequence[np.ndarray]) -> PyTree:
-        """Add the pieces of a process; return the parameters once all are there.
+    @property
+    def is_empty(self) -> bool:
+        """True if no process waits for others of its chief."""
+        return self._whole is None
+
+    def forget(self) -> None:
+        """Release the pieces of a chief that has failed."""
+        self._whole = None
+
+    def places(self, share: Share, schema: Schema) -> list[np.ndarray]:
+        """Return the arrays into which a process's pieces are received.
+
+        Raises:
+          CenterBusyError: another chief is sending its first parameters.
+          InvalidArgumentError: other processes have parameters of another schema.
+        """
+        now = time.monotonic()
+        with self._changed:
+            if self._group != share.group or self._whole is None:
+                if self._whole is not None and now - self._received < CHIEF_TIMEOUT:
+                    raise other_chief()
+                self._group, self._owned = share.group, {}
+                self._whole = Whole(schema, self._buffers)
+            if difference := schema.difference(
+                self._whole.schema,
+                f"process {share.process} has",
+                "another process has",
+            ):
+                self._whole = None
+                raise errors.InvalidArgumentError(
+                    "the processes of a chief disagree about the parameters: "
+                    f"{difference}"
+                )
+            self._received = now
+            return self._whole.places(share.owned)
+
+    def add(self, share: Share) -> PyTree:
+        """Record that a process's pieces are there; return the parameters once all are.
 
         Raises:
           InvalidArgumentError: the shares do not cover each leaf once.
         """
-        schema = self._whole.schema
-        self._whole.write(share.owned, arrays)
-        self._owned[share.process] = share.owned
-        if len(self._owned) < share.processes:
-            return None
-        _check_cover(self._owned.values(), schema)
-        return _trees.build(schema, self._whole.views)
+        with self._changed:
+            whole, self._received = self._whole, time.monotonic()
+            if self._group != share.group or whole is None:
+                return None
+            self._owned[share.process] = share.owned
+            if len(self._owned) < share.processes:
+                return None
+            self._whole = None
+            _check_cover(self._owned.values(), whole.schema)
+        return _trees.build(whole.schema, whole.views)
+
+
+def other_chief() -> errors.CenterBusyError:
+    """Return the error of a chief that comes while another one sends.
+
+    The client retries until its timeout, because the other chief may fail.
+    """
+    return errors.CenterBusyError(
+        "another worker is initializing this center; try again"
+    )
 
 
 class Groups:
@@ -170,12 +228,14 @@ class Assembly:
         self._joins = 0  # number of joins of all processes
         self._closers: dict[int, Callable[[], None]] = {}  # by process
         self._shares: dict[int, Share] = {}  # by process, of all that have joined
-        self._is_checked = False
+        self._checking, self._is_checked = threading.Lock(), False
         # The exchange under way.
         self._key: Key = (-1, 0)
         self._about: Submission | None = None  # plain fields, equal in all processes
         self._whole: Whole | None = None
-        self._arriving: set[int] = set()  # processes that have begun to send
+        self._arriving: dict[int, object] = {}  # parts that send, by process
+        self._writing: set[int] = set()  # processes whose pieces are being written
+        self._written: set[int] = set()  # processes whose pieces have been
         self._arrived: set[int] = set()
         self._is_submitted = False  # whether the core has the whole message
         self._acknowledged: set[int] = set()
@@ -195,6 +255,11 @@ class Assembly:
                 f"{share.processes} and {self.processes}"
             )
         with self._changed:
+            if self._shares.get(share.process, share) != share:
+                raise errors.WorkerStateError(
+                    f"process {share.process} of worker {self.worker!r} has joined "
+                    "again with other regions; start() again with all processes"
+                )
             self._joins += 1
             number = self._joins
             close_old = self._closers.get(share.process)
@@ -218,6 +283,7 @@ class Assembly:
         # Called under the core's lock, which threads take that hold this object's lock.
         if number == self._joins:  # else a process has joined again
             self.is_closed = True
+            self._whole = self._kept = None
             for close in [*self._closers.values()]:
                 close()
 
@@ -237,20 +303,25 @@ class Assembly:
     def check(self) -> None:
         """Check the shares of all processes against the center's tree, once.
 
+        After a restart of the center some may not have joined again.
+
         Raises:
           InvalidArgumentError: they do not cover each leaf once.
         """
-        if not self._is_checked:
+        with self._checking:
+            if self._is_checked:
+                return
             shares, schema = [*self._shares.values()], self._frames.schemas.center
             for share in shares:
                 check_regions(share, schema)
-            _check_cover([share.owned for share in shares], schema)
-            self._is_checked = True
+            if len(shares) == self.processes:
+                _check_cover([share.owned for share in shares], schema)
+                self._is_checked = True
 
     # An exchange.
 
-    def begin(self, process: int, key: Key) -> None:
-        """Record that a process begins to send its pieces of an exchange.
+    def begin(self, process: int, key: Key, part: object) -> None:
+        """Record that a part of this begins to receive a process's pieces.
 
         Raises:
           WorkerStateError: the other processes have gone on to a later exchange.
@@ -264,51 +335,82 @@ class Assembly:
                 )
             if key > self._key:
                 self._key, self._about, self._whole = key, None, None
-                self._arriving, self._arrived = set(), set()
+                self._arriving, self._written, self._arrived = {}, set(), set()
                 self._is_submitted = False
                 self._acknowledged = set()
                 self._kept = self._failure = None
-            self._arriving.add(process)
+            self._arriving[process] = part
             self._changed.notify_all()
 
-    def add(self, share: Share, key: Key, submission: Submission, arrays: Any) -> None:
-        """Add a process's pieces; the last process submits the whole message.
+    def end(self, process: int, part: object) -> None:
+        """Record that a part receives no more: its connection may have broken."""
+        with self._changed:
+            if self._arriving.get(process) is part:
+                del self._arriving[process]
+
+    @contextlib.contextmanager
+    def writing(self, process: int, key: Key, dtype: str) -> Iterator[Whole | None]:
+        """Lend the whole message within the block, to write a process's pieces.
+
+        Lend None if these are not needed: they are there, or the exchange is over. A
+        connection that was replaced has ended before the next one may write.
+
+        Args:
+          process: the process.
+          key: the exchange.
+          dtype: dtype of its message, see `center.proto`.
+
+        Raises:
+          InvalidArgumentError: another process has sent another dtype.
+        """
+        is_over = key[0] <= self._session.completed()
+        with self._changed:
+            self._changed.wait_for(lambda: process not in self._writing)
+            whole = None
+            is_needed = self._key == key and process not in self._written
+            if is_needed and not (is_over or self.is_closed or self._failure):
+                schema = self._frames.assembled_schema(dtype)
+                whole = self._whole = self._whole or Whole(schema, self._buffers)
+                if whole.schema.hash != schema.hash:
+                    raise self._disagreement(
+                        f"dtypes are {[*schema.dtypes]} and {[*whole.schema.dtypes]}"
+                    )
+            self._writing.add(process)
+        try:
+            yield whole
+            with self._changed:
+                if whole is not None and whole is self._whole:
+                    self._written.add(process)
+        finally:
+            with self._changed:
+                self._writing.discard(process)
+                self._changed.notify_all()
+
+    def add(self, share: Share, key: Key, submission: Submission) -> None:
+        """Record that a process's pieces are there; the last one submits the message.
 
         Raises:
           WorkerStateError: another process gave other numbers for the same exchange.
         """
         is_over = key[0] <= self._session.completed()
         with self._changed:
-            if self._key != key or self._kept or share.process in self._arrived:
+            if self._failure is not None and self._key == key:
+                raise copy.copy(self._failure)
+            is_known = self._kept or share.process in self._arrived
+            if self.is_closed or self._key != key or is_known:
                 return
             about = submission.without_arrays()
             self._about = self._about or about
-            if about != self._about:
-                error = errors.InvalidArgumentError(
-                    f"the processes of worker {self.worker!r} disagree about "
-                    f"exchange {key[0]}: {_difference(about, self._about)}"
-                )
-                self._fail(error)
-                raise error
-            if self._whole is None and not is_over:
-                self._whole = Whole(
-                    self._frames.assembled_schema(arrays), self._buffers
-                )
-            whole = self._whole
-        if not is_over:
-            assert whole is not None
-            whole.write(share.owned, arrays)
-        with self._changed:
-            if self._key != key:
-                return
+            if difference := _difference(about, self._about):
+                raise self._disagreement(difference)
             self._arrived.add(share.process)
             is_last = len(self._arrived) == self.processes and not is_over
-            if is_last:
-                self._whole = None
-        if is_last:
-            assert whole is not None
+            whole, self._whole = self._whole, None if is_last else self._whole
+        if is_last and not self.is_closed:
+            whole = whole or Whole(self._frames.assembled_schema(""), self._buffers)
             contribution = self._frames.assembled(whole.schema, whole.buffer)
             try:
+                self.check()
                 self._session.submit(submission._replace(contribution=contribution))
             except Exception as error:
                 with self._changed:
@@ -317,6 +419,15 @@ class Assembly:
             with self._changed:
                 self._is_submitted = self._key == key
                 self._changed.notify_all()
+
+    def _disagreement(self, difference: str) -> errors.InvalidArgumentError:
+        """Let the exchange fail, because its processes differ; return the error."""
+        error = errors.InvalidArgumentError(
+            f"the processes of worker {self.worker!r} disagree about exchange "
+            f"{self._key[0]}: {difference}"
+        )
+        self._fail(error)
+        return error
 
     def fail(self, key: Key, error: Exception) -> None:
         """Let an exchange fail in all processes."""
@@ -343,6 +454,7 @@ class Assembly:
             if self._kept is not None:
                 return self._kept
             if not self._is_whole(key):
+                self._core.check_open()
                 return None
         if sequence:
             kept = self._session.answer(sequence, timeout)
@@ -362,11 +474,12 @@ class Assembly:
         return self._is_submitted or key[0] <= self._session.completed()
 
     def missing(self, key: Key) -> list[int]:
-        """Return the processes that have not begun to send their pieces."""
+        """Return the processes that have not sent their pieces, and do not send."""
         with self._changed:
             if self._is_whole(key):
                 return []
-            return [i for i in range(self.processes) if i not in self._arriving]
+            known = self._arrived | self._arriving.keys()
+            return [i for i in range(self.processes) if i not in known]
 
     def acknowledge(self, process: int, sequence: int) -> None:
         """Release the answer once all processes have acknowledged it."""
@@ -401,6 +514,7 @@ class Part:
         self._assembly, self._share, self._closer = assembly, share, closer
         self.worker, self.session_id = assembly.worker, assembly.session_id
         self._key: Key = (0, 0)
+        self._dtype = ""  # of the message
 
     @property
     def is_first(self) -> bool:
@@ -412,12 +526,24 @@ class Part:
     def begin(self, message: pb.Message) -> None:
         """Begin to receive a message."""
         self._key = message.sequence, message.attempt
-        self._assembly.begin(self._share.process, self._key)
+        self._dtype = message.dtype
+        self._assembly.begin(self._share.process, self._key, self)
+
+    def end(self) -> None:
+        """Receive no more of a message."""
+        self._assembly.end(self._share.process, self)
 
     def submit(self, submission: Submission) -> None:
         """Add this process's pieces to the message."""
-        contribution = submission.contribution
-        self._assembly.add(self._share, self._key, submission.checked(), contribution)
+        if submission.contribution is not None:  # else `receive` has written them
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in self._like())
+            pieces = _decode(self._assembly._frames.rule, shapes)(
+                submission.contribution
+            )
+            with self._writing() as whole:
+                if whole is not None:
+                    whole.write(self._share.owned, pieces)
+        self._assembly.add(self._share, self._key, submission.checked())
 
     def answer(self, sequence: int, timeout: float) -> KeptAnswer | None:
         """Return the answer to this process's exchange: see `LocalSession.answer`."""
@@ -467,22 +593,36 @@ class Part:
             return Schema([])
         return self._assembly._frames.checked_schema(message, self.schemas.message)
 
-    def contribution(self, schema: Schema, buffer: np.ndarray) -> PyTree:
-        """Return the pieces in a received buffer, decoded if they are encoded."""
+    def receive(self, schema: Schema, reader: FrameReader) -> PyTree:
+        """Receive this process's pieces of a message, and write them to the message.
+
+        Encoded pieces are returned instead, for `submit` to decode and write them.
+        """
         frames = self._assembly._frames
         if not schema.leaves:
-            return []
-        rule, dtypes = frames.rule, frames.schemas.center.numpy_dtypes
-        like = [
+            reader.read_buffer(schema, "a message")
+            return None
+        if not frames.sends_elements:
+            like = rounds.contribution_like(frames.rule, self._like())
+            buffer = reader.read_buffer(schema, "a message")
+            return _trees.build(schema, schema.views(buffer), like)
+        with self._writing() as whole:
+            if whole is None:
+                reader.read_buffer(schema, "a message")
+            else:
+                places = whole.places(self._share.owned)
+                reader.read_into(schema, places, "a message")
+        return None
+
+    def _writing(self) -> contextlib.AbstractContextManager[Whole | None]:
+        return self._assembly.writing(self._share.process, self._key, self._dtype)
+
+    def _like(self) -> list[jax.ShapeDtypeStruct]:
+        """Return this process's own pieces of the center, abstract."""
+        dtypes = self._assembly._frames.schemas.center.numpy_dtypes
+        return [
             jax.ShapeDtypeStruct(r.shape, dtypes[r.leaf]) for r in self._share.owned
         ]
-        pieces = _trees.build(
-            schema, schema.views(buffer), rounds.contribution_like(rule, like)
-        )
-        if frames.sends_elements:
-            return pieces
-        shapes = tuple((r.shape, dtypes[r.leaf]) for r in self._share.owned)
-        return _decode(rule, shapes)(pieces)
 
     def answer_frame(self, version: Version, answer: Answer) -> Frame:
         """Return the frame with this process's pieces of an answer."""

@@ -122,15 +122,11 @@ class CenterFrames:
         shapes = [[leaf.shape for leaf in schema.leaves] for schema in (center, sent)]
         return self.rule.codec.reads == "element" and shapes[0] == shapes[1]
 
-    def assembled_schema(self, pieces: PyTree) -> Schema:
-        """Return the schema of a whole contribution, from some of its pieces."""
+    def assembled_schema(self, dtype: str) -> Schema:
+        """Return the schema of a whole contribution, whose pieces come in a dtype."""
         if not self.sends_elements:
             return self.schemas.center
-        names = {piece.dtype.name for piece in pieces}
-        narrow = names - self.schemas.message.dtypes
-        return self.schemas.message.cast(
-            narrow.pop() if len(names) == 1 and narrow else ""
-        )
+        return self.schemas.message.cast(dtype)
 
     def assembled(self, schema: Schema, buffer: np.ndarray) -> PyTree:
         """Return a buffer in which pieces were put together as a contribution."""

@@ -12,16 +12,18 @@ from contextlib import ExitStack, contextmanager
 
 from agn_optax import errors
 from agn_optax._internal import in_background
-from agn_optax.center import Core, KeptAnswer, LocalSession
+from agn_optax.center import Core, KeptAnswer, LocalSession, Submission
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import WAITING_INTERVAL
 from agn_optax.service.server._assembly import Part
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._status import Traffic, WorkerTraffic
 from agn_optax.service.wire._frames import Frame, FrameReader
+from agn_optax.service.wire._schema import Schema
 from agn_optax.service.wire._submission import submission_of
 
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
+_MAX_NAMED = 64  # processes for which another one waits
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 
 
@@ -88,10 +90,11 @@ class Exchanges:
         part = session if isinstance(session, Part) else None
         with self.counting("running"), ExitStack() as stack:
             arrival = _Arrival()
-            applying = self._apply(session, message, reader, stack, traffic, arrival)
-            if part is not None:
-                applying = _of_part(part, applying, message)
-            kept = yield from applying
+            about = message, reader, stack, traffic, arrival
+            if isinstance(session, Part):
+                kept = yield from self._apply_part(session, *about)
+            else:
+                kept = yield from self._apply(session, *about)
             answer = kept.answer
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
@@ -113,7 +116,7 @@ class Exchanges:
 
     def _apply(
         self,
-        session: LocalSession | Part,
+        session: LocalSession,
         message: pb.Message,
         reader: FrameReader,
         stack: ExitStack,
@@ -127,27 +130,15 @@ class Exchanges:
         Yields:
           Waiting frames, until the answer is known.
         """
-        frames = session if isinstance(session, Part) else self._frames
-        schema = frames.message_schema(message)
+        schema = self._frames.message_schema(message)
         buffer = reader.read_buffer(schema, "a message")
-        arrival.at = time.monotonic()
-        stack.enter_context(self.counting("answering"))
-        self._traffic.count(traffic, received=schema.size)
-        submission = submission_of(message, frames.contribution(schema, buffer))
-        part = session if isinstance(session, Part) else None
-        if part is None or (part.is_first and message.sequence):
-            traffic.period = submission.steps
-            traffic.reported = dict(submission.reported or {})  # all, in each message
-            self._core.notices.take(session.worker, submission.notices or {})
+        self._count(schema, stack, traffic, arrival)
+        submission = submission_of(message, self._frames.contribution(schema, buffer))
+        self._keep_reports(submission, session.worker, traffic)
         submit = functools.partial(session.submit, submission)
-        # Compilation may take minutes. The last of several processes compiles.
-        if isinstance(session, Part) or schema.hash not in self._compiled:
-            submitted = in_background(submit, "agn-optax first exchange")
-            while wait([submitted], WAITING_INTERVAL).not_done:
-                yield WAITING
-            submitted.result()
-            if part is None:
-                self._compiled.add(schema.hash)
+        if schema.hash not in self._compiled:  # compilation may take minutes
+            yield from _in_background(submit)
+            self._compiled.add(schema.hash)
         elif self._frames.is_flat and schema.size >= _MIN_COPIED:
             while not self._applying.acquire(timeout=WAITING_INTERVAL):
                 yield WAITING
@@ -161,8 +152,56 @@ class Exchanges:
         else:
             submit()
         while (kept := session.answer(message.sequence, WAITING_INTERVAL)) is None:
-            yield WAITING if part is None else waiting_for(part.missing())
+            yield WAITING
         return kept
+
+    def _apply_part(
+        self,
+        part: Part,
+        message: pb.Message,
+        reader: FrameReader,
+        stack: ExitStack,
+        traffic: Traffic,
+        arrival: _Arrival,
+    ) -> Generator[Frame, None, KeptAnswer]:
+        """Receive one process's part of a message, and return the whole's answer.
+
+        Its errors are those of all processes. Arguments are those of `_apply`.
+        """
+        part.begin(message)
+        try:
+            schema = part.message_schema(message)
+            contribution = part.receive(schema, reader)
+            self._count(schema, stack, traffic, arrival)
+            submission = submission_of(message, contribution)
+            if part.is_first and message.sequence:
+                self._keep_reports(submission, part.worker, traffic)
+            # The last process compiles the programs, which may take minutes.
+            yield from _in_background(functools.partial(part.submit, submission))
+            while (kept := part.answer(message.sequence, WAITING_INTERVAL)) is None:
+                yield waiting_for(part.missing())
+            return kept
+        except errors.AgnOptaxError as error:
+            part.fail(error)
+            raise
+        finally:
+            part.end()
+
+    def _count(
+        self, schema: Schema, stack: ExitStack, traffic: Traffic, arrival: _Arrival
+    ) -> None:
+        """Count a message that has been received, until ``stack`` is left."""
+        arrival.at = time.monotonic()
+        stack.enter_context(self.counting("answering"))
+        self._traffic.count(traffic, received=schema.size)
+
+    def _keep_reports(
+        self, submission: Submission, worker: str, traffic: Traffic
+    ) -> None:
+        """Keep what a worker reports with a message: each has all of it."""
+        traffic.period = submission.steps
+        traffic.reported = dict(submission.reported or {})
+        self._core.notices.take(worker, submission.notices or {})
 
     @contextmanager
     def counting(self, name: str) -> Iterator[None]:
@@ -179,16 +218,12 @@ class Exchanges:
 
 def waiting_for(processes: list[int]) -> Frame:
     """Return the frame for a process that waits for others of its worker."""
-    return Frame(pb.Header(waiting=pb.Waiting(missing=processes)))
+    return Frame(pb.Header(waiting=pb.Waiting(missing=processes[:_MAX_NAMED])))
 
 
-def _of_part(
-    part: Part, applying: Generator[Frame, None, KeptAnswer], message: pb.Message
-) -> Generator[Frame, None, KeptAnswer]:
-    """Receive and apply one process's part of a message; its errors are all's."""
-    part.begin(message)
-    try:
-        return (yield from applying)
-    except errors.AgnOptaxError as error:
-        part.fail(error)
-        raise
+def _in_background(call: Callable[[], None]) -> Iterator[Frame]:
+    """Call a function on another thread, and yield waiting frames until it returns."""
+    called = in_background(call, "agn-optax submit")
+    while wait([called], WAITING_INTERVAL).not_done:
+        yield WAITING
+    called.result()

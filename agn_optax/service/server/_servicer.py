@@ -25,6 +25,7 @@ from agn_optax.service.server._assembly import (
     Groups,
     Part,
     check_regions,
+    other_chief,
 )
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._exchanges import WAITING, Exchanges, waiting_for
@@ -103,7 +104,7 @@ class Servicer:
         self._joining = threading.Lock()
         self._assemblies: dict[str, Assembly] = {}  # by worker
         self._groups = Groups(self.max_workers)
-        self._first_parameters: FirstParameters | None = None
+        self._first_parameters = FirstParameters(self.buffers)
         self.stop: Callable[[], object] = do_nothing
         self.on_event: Callable[..., object] = _ignore_event
         self.offers: list[pb.Offer] = []
@@ -171,16 +172,15 @@ class Servicer:
             caller.check("Initialize", start.worker)
             if (version := self._initialized_version(start)) is not None:
                 return pb.Initialized(version=version)
-            # The client retries until its timeout, because the other chief may fail.
-            busy = errors.CenterBusyError(
-                "another worker is initializing this center; try again"
-            )
-            with limits.initializations.held(caller.key, busy, WAITING_INTERVAL):
+            # The processes of one chief send at the same time.
+            chief = (caller.key, start.worker) if start.share_size else object()
+            with limits.initializations.held(chief, other_chief(), WAITING_INTERVAL):
                 version = self._initialized_version(start)
                 if version is None:
                     params = self._read_parameters(start, reader, context)
                     if params is not None:  # else pieces of it are still missing
                         version = self.core.initialize(params, worker=start.worker)
+                        self._first_parameters.forget()  # of a chief that has failed
         return pb.Initialized(version=version)
 
     def _initialized_version(self, start: pb.Start) -> int | None:
@@ -233,15 +233,9 @@ class Servicer:
         share = _pieces.from_bytes(described[size:].tobytes())
         check_regions(share, schema)
         pieces = _pieces.piece_schemas(self.core.rule, schema, share).owned
-        buffer = reader.read_buffer(pieces, "pieces of the parameters")
-        first = self._first_parameters
-        if first is None or first.group != share.group:
-            first = FirstParameters(share.group, schema, self.buffers)
-            self._first_parameters = first
-        params = first.add(share, pieces.views(buffer))
-        if params is not None:
-            self._first_parameters = None
-        return params
+        places = self._first_parameters.places(share, schema)
+        reader.read_into(pieces, places, "pieces of the parameters")
+        return self._first_parameters.add(share)
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Frame]:
         """Send the current version of the center."""
@@ -326,10 +320,10 @@ class Servicer:
         if not context.add_callback(disconnect):
             session.disconnect()
             return
-        while isinstance(session, Part) and (
-            missing := session.wait_for_processes(WAITING_INTERVAL)
-        ):
-            yield waiting_for(missing)
+        # If all have joined before, others may have their answers, and do not connect.
+        if isinstance(session, Part) and not join.center:
+            while missing := session.wait_for_processes(WAITING_INTERVAL):
+                yield waiting_for(missing)
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield WAITING
         joined = pb.Joined(center=self.core.center_id)
@@ -355,6 +349,7 @@ class Servicer:
         worker, session_id = join.worker, join.session_id
         with self._joining:
             self._groups.check(worker, session_id, share.group)
+            self.core.heartbeat(())  # a session whose lease has ended ends now
             kept = {k: a for k, a in self._assemblies.items() if not a.is_closed}
             assembly = kept.get(worker)
             ids = assembly and (assembly.session_id, assembly.group)

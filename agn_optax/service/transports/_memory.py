@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -186,14 +186,29 @@ class MemoryConnection(_socket.SocketConnection):
         if not self._segment:
             with self._closing_descriptors():  # a worker may send some here, too
                 return super().read_buffer(schema, what)
+        buffer = self._buffers.take(schema.size)
+        _buffers.copy([(buffer, self._received(schema, what))], schema.size)
+        return buffer
+
+    def read_into(
+        self, schema: Schema, arrays: Sequence[np.ndarray], what: str
+    ) -> None:
+        """Read the leaves of the last header's frame into arrays of their shapes."""
+        if not self._segment:
+            with self._closing_descriptors():
+                super().read_into(schema, arrays, what)
+        else:
+            leaves = schema.views(self._received(schema, what))
+            _buffers.copy(list(zip(arrays, leaves, strict=True)), schema.size)
+
+    def _received(self, schema: Schema, what: str) -> np.ndarray:
+        """Return the last header's buffer, in its segment."""
         segment_bytes = self._segments[self._segment]
         if segment_bytes.size < schema.size:
             raise errors.ProtocolError(
                 f"{what} has {schema.size} bytes, but its segment {segment_bytes.size}"
             )
-        buffer = self._buffers.take(schema.size)
-        _buffers.copy([(buffer, segment_bytes[: schema.size])], schema.size)
-        return buffer
+        return segment_bytes[: schema.size]
 
     def _attach(self, segment: pb.Segment) -> str:
         """Map a segment; return why it cannot be mapped, or ""."""

@@ -87,11 +87,13 @@ def _halves(copies: list[_Copy], size: int) -> tuple[list[_Copy], list[_Copy]]:
     for i, (destination, array) in enumerate(copies):
         begin, end = end, end + destination.nbytes
         if 2 * end >= size:
-            flat = destination.reshape(-1)
-            source = np.ascontiguousarray(array).reshape(-1)
-            cut = flat.size * (size - 2 * begin) // (2 * max(1, end - begin))
+            source = array
+            if destination.flags.c_contiguous and source.flags.c_contiguous:
+                # Flat arrays of others would be copies; those are divided by rows.
+                destination, source = destination.reshape(-1), source.reshape(-1)
+            cut = len(destination) * (size - 2 * begin) // (2 * max(1, end - begin))
             return (
-                [*copies[:i], (flat[:cut], source[:cut])],
-                [(flat[cut:], source[cut:]), *copies[i + 1 :]],
+                [*copies[:i], (destination[:cut], source[:cut])],
+                [(destination[cut:], source[cut:]), *copies[i + 1 :]],
             )
     return copies, []

@@ -20,7 +20,7 @@ from agn_optax._internal import Leaf
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire import _casting
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._schema import Schema
+from agn_optax.service.wire._schema import MAX_GAP, Schema, assign
 
 SIZES = struct.Struct("<IQ")  # start of a frame: sizes of its header and its buffer
 MAX_HEADER = 64 << 10  # bytes; most headers have a hundred
@@ -166,15 +166,44 @@ class FrameReader:
           ProtocolError: the buffer's size is not that of the schema.
           EOFError: the connection ended within the buffer.
         """
-        if self._unread != schema.size:
-            raise errors.ProtocolError(
-                f"{what} of {schema.size} bytes was expected, got {self._unread} bytes"
-            )
+        self._check_size(schema, what)
         buffer = self._buffers.take(schema.size)
         with self.timed(schema.size):
             self.fill(buffer.data)
         self._unread = 0
         return buffer
+
+    def read_into(
+        self, schema: Schema, arrays: Sequence[np.ndarray], what: str
+    ) -> None:
+        """Read the leaves of the last header's frame into arrays of their shapes.
+
+        The arrays may be regions of larger ones, and may have other dtypes.
+
+        Raises:
+          ProtocolError: the buffer's size is not that of the schema.
+          EOFError: the connection ended within the buffer; some arrays have changed.
+        """
+        self._check_size(schema, what)
+        end, gap = 0, memoryview(bytearray(MAX_GAP))
+        with self.timed(schema.size):
+            for leaf, offset, array in zip(
+                schema.leaves, schema.offsets, arrays, strict=True
+            ):
+                self.fill(gap[: offset - end])
+                end = offset + leaf.nbytes
+                same = array.dtype.name == leaf.dtype and array.flags.c_contiguous
+                received = array if same else np.empty(leaf.shape, leaf.dtype)
+                self.fill(received.reshape(-1).view(np.uint8).data)
+                if received is not array:
+                    assign([(array, received)])
+        self._unread = 0
+
+    def _check_size(self, schema: Schema, what: str) -> None:
+        if self._unread != schema.size:
+            raise errors.ProtocolError(
+                f"{what} of {schema.size} bytes was expected, got {self._unread} bytes"
+            )
 
     def fill(self, view: memoryview) -> None:
         """Read bytes into all of a view.

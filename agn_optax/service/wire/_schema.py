@@ -19,7 +19,8 @@ from agn_optax._internal import Description, Leaf, layout
 
 _ALIGNMENT = 64  # bytes, of a buffer: XLA's CPU backend needs no copy then
 _CAST_NUMBERS = 1 << 16  # numbers to cast at a time, which fit into a cache
-_GAP = bytes(layout.ALIGNMENT * 8)
+MAX_GAP = layout.ALIGNMENT * 8  # bytes between two leaves of a buffer
+_GAP = bytes(MAX_GAP)
 
 _FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
 _INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))
