@@ -97,6 +97,16 @@ COMBINATIONS = {
         "such a center would be lost with this process. Give it "
         "`durability=agn_optax.center.Journal(...)`"
     ),
+    ("a checkpoint", "a worker of a part of its job's processes"): (
+        "Orbax saves and loads with all processes of `jax.distributed` together. Shard "
+        "or replicate the parameters over a mesh of all their devices, also those that "
+        "you give to `start` or as `like`, or make the worker a job of its own"
+    ),
+    ("another number of processes", "an object that each process saves by itself"): (
+        "the positions of the saved processes do not say where these are. Save a dict "
+        "with a position in the whole data instead, such as the number of steps, and "
+        "let each process begin there"
+    ),
     ("`page`", "a Unix socket"): (
         'browsers open a page at a port. `page` must be `"host:port"`'
     ),

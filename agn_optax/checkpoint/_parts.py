@@ -12,13 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import Description, Leaf, check, description, trees
+from agn_optax._internal import (
+    Description,
+    Leaf,
+    check,
+    combinations,
+    description,
+    trees,
+)
 from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, difference, fingerprint
 from agn_optax.towers import Towers, common_leaves
-from agn_optax.worker import FragmentState, Worker, WorkerState
+from agn_optax.worker import FragmentState, Layout, Worker, WorkerState, layout_of
 
 PyTree = Any
 Json = dict[str, Any]
@@ -36,6 +43,7 @@ class WorkerPart:
         """Return the description and the arrays to save."""
         worker = self._worker
         saved = worker.save(*self._loop)
+        _layout_in_job(worker, saved.params)
         about = {
             "worker": worker.name,
             "rule": dict(fingerprint(worker.center.rule)),
@@ -53,7 +61,8 @@ class WorkerPart:
 
         Args:
           about: the saved description.
-          like: parameters with the containers to use; None for the saved containers.
+          like: parameters with the containers and shardings to use; None for the saved
+            containers.
           source: description of the checkpoint for error texts.
 
         Raises:
@@ -62,6 +71,7 @@ class WorkerPart:
         """
         worker, leaves = self._worker, leaves_of(about)
         name, fragments = f"worker {worker.name!r}", worker.fragments
+        layout = _layout_in_job(worker, like)
         _check_rule(about, worker.center.rule, source)
         count, saved_count = len(fragments or ()), about["fragment_count"]
         if count != saved_count:
@@ -79,7 +89,8 @@ class WorkerPart:
         state = jax.eval_shape(worker.tx.init, params)
         tree = {"params": params, "state": state, "anchors": anchors}
         _check_same(_tree.describe(tree), leaves, name, source)
-        return tree
+        # A process loads only its own shards.
+        return tree if layout is None else layout.placed(tree)
 
     def restore(self, about: Json, tree: PyTree) -> Any:
         """Restore the part.
@@ -219,6 +230,19 @@ def _fragment_state(numbers: Json, anchor: PyTree) -> FragmentState:
     if isinstance(version := state.anchor_version, list):
         return state._replace(anchor_version=tuple(version))
     return state
+
+
+def _layout_in_job(worker: Worker, params: PyTree) -> Layout | None:
+    """Return the layout of parameters, in a job with which Orbax can save them."""
+    layout, job = layout_of(params), jax.process_count()
+    processes = [jax.process_index()] if layout is None else [*layout.processes]
+    if len(processes) < job:
+        combinations.reject(
+            "a checkpoint",
+            "a worker of a part of its job's processes",
+            f"worker {worker.name!r} of processes {processes}, in a job of {job}",
+        )
+    return layout
 
 
 def _check_rule(about: Json, rule: Rule, source: str) -> None:

@@ -55,6 +55,11 @@ class Resumable:
     A power failure may destroy the last checkpoints, because not all of their files are
     synced to disk.
 
+    All processes of a worker of several make the same calls, with the same shared
+    directory. Each writes and loads its own shards. The worker may continue with
+    another number of processes, and another sharding: those of the ``params`` given to
+    `start`.
+
     Use it in place of the worker: other attributes (``tx``, ``exchange``, ``flush``,
     ...) are those of the worker. At each call of ``exchange`` and ``flush``, the data
     iterator must be right after the samples of the local steps so far. If a call raises
@@ -69,7 +74,9 @@ class Resumable:
       **others: objects to save with the worker, by name: either checkpointables of
         Orbax that load in place, such as a Grain iterator, or dicts of arrays (batch
         statistics, random keys). A dict is saved with its values at each checkpoint,
-        and `start` writes the restored arrays into it. Reserved names are
+        and `start` writes the restored arrays into it. With several processes, an
+        iterator is saved by each process, and cannot be loaded by another number of
+        them; NumPy arrays are those of the first process. Reserved names are
         ``agn_optax``, ``like``, ``number``, ``path`` and ``worker``.
 
     Attributes:
@@ -158,7 +165,7 @@ class Resumable:
         It first repeats the exchange for which the checkpoint was written.
 
         Args:
-          params: see `Worker.start`; the result has the same containers.
+          params: see `Worker.start`; the result has the same containers and shardings.
           chief: see `Worker.start`.
           timeout: see `Worker.start`.
 
@@ -168,12 +175,15 @@ class Resumable:
         Raises:
           RuleMismatchError, TreeMismatchError: the checkpoint does not match this
             worker.
+          DurabilityError: the checkpoint cannot be read, or the processes of the worker
+            do not share the directory.
           WorkerStateError: the center has lost exchanges at a restart, or has exchanges
             that this worker made after its last checkpoint; or the worker's name has
             changed.
 
         Also raises the errors of `Worker.start`.
         """
+        self.checkpoints.check_is_shared()
         self.worker.before_send = self._before_send
         latest = self.checkpoints.latest
         if latest is None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from agn_optax import errors
-from agn_optax._internal import check, extras
+from agn_optax._internal import Leaf, agreement, check, combinations, extras, trees
 from agn_optax._version import __version__
 from agn_optax.center import LocalCenter
 from agn_optax.checkpoint import _tree
@@ -26,6 +31,11 @@ from agn_optax.worker import Worker
 PyTree = Any
 ABOUT = "agn_optax"  # name of the item that describes the parts of a checkpoint
 _FORMAT = 1
+# Bytes of the chunks of large arrays, so that a process need not read all of an array
+# to load its own shard; and of the arrays that it reads at the same time.
+_CHUNK_BYTES, _READ_BYTES = 64 << 20, 256 << 20
+_TIMEOUT = 300.0  # s that processes wait for each other, as long as in Orbax
+_calls = itertools.count()  # the same in all processes, which make the same calls
 
 
 def checkpointables(**parts: Any) -> dict[str, Any]:
@@ -47,6 +57,7 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
 
     Raises:
       InvalidArgumentError: a part is named ``"agn_optax"``.
+      InvalidTypeError: a part has an array of one of several processes alone.
       WorkerStateError: a worker has not started, or has an exchange in flight.
 
     Example:
@@ -63,12 +74,18 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
     for name, value in parts.items():
         part = as_part(value)
         if part is None:
+            _tree.check_is_of_all_processes(value, name)
             saved[name] = value
             continue
         description, tree = part.to_save()
         description |= {"kind": part.kind, "leaves": _tree.describe(tree)}
         about[name], saved[name] = description, _tree.saved(tree)
-    content = {"format": _FORMAT, "release": __version__, "parts": about}
+    content = {
+        "format": _FORMAT,
+        "release": __version__,
+        "processes": jax.process_count(),
+        "parts": about,
+    }
     return {**saved, ABOUT: {"json": json.dumps(content)}}
 
 
@@ -77,6 +94,9 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
 
     The checkpoint is written atomically. Orbax can read it without agn_optax:
     parameters are nested dictionaries with the names in the model.
+
+    All processes of a worker call this with the same arguments, in a job of
+    `jax.distributed` of their own. Each writes its own shards to the shared directory.
 
     Args:
       path: a directory that does not exist.
@@ -108,12 +128,13 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
       [1. 1. 1.] 0
     """
     ocp, folder = orbax(), pathlib.Path(path).resolve()
-    if folder.exists():
+    if _of_all_processes("exists", folder.exists)[0]:
         raise errors.InvalidArgumentError(
             f"{folder} exists already: a checkpoint needs a directory of its own"
         )
     try:
-        ocp.save_checkpointables(folder, checkpointables(**parts))
+        with _context():
+            ocp.save_checkpointables(folder, checkpointables(**parts))
     except OSError as error:
         raise errors.DurabilityError(f"cannot write {folder}: {error}") from error
 
@@ -127,12 +148,15 @@ def load(
     """Restore workers, centers, towers and other objects from a checkpoint.
 
     Everything in the checkpoint is compared with the given parts before any of them is
-    changed.
+    changed. A worker may have another number of processes than when it was saved. All
+    of them call this with the same arguments, and each loads its own shards.
 
     Args:
       path: see `save`; or the ``path`` of a checkpoint of Orbax's `Checkpointer`.
       like: a tree with the containers of the parameters, for models whose containers
-        are not dicts, lists and tuples.
+        are not dicts, lists and tuples. If its leaves are sharded arrays, parameters,
+        and what is like them, are loaded with their shardings; several processes need
+        this.
       **parts: parts by the names under which they were saved: a `Worker`; a
         `LocalCenter` that has no parameters yet; ``(towers, state)`` with the state of
         a new run on the same mesh (any number of towers will do for one worker);
@@ -154,7 +178,9 @@ def load(
       TreeMismatchError: a part was saved with another model, or with another number of
         workers or towers; the message names the leaf or the numbers. Or a saved worker
         or its center is missing in ``parts``.
-      InvalidArgumentError: the checkpoint has no part of that name and kind.
+      InvalidArgumentError: the checkpoint has no part of that name and kind; or
+        several processes load a worker without sharded arrays in ``like``, or another
+        number of them saved a part that each saves by itself, such as an iterator.
       MissingExtraError: Orbax is not installed.
       DurabilityError: there is no checkpoint, or it cannot be read.
 
@@ -164,7 +190,8 @@ def load(
     """
     ocp, folder = orbax(), pathlib.Path(path).resolve()
     source = f"the checkpoint in {folder}"
-    about = read_about(folder)
+    content = read_about(folder)
+    about = content["parts"]
     given = {name: as_part(value) for name, value in parts.items()}
     described = {name: part for name, part in given.items() if part is not None}
     others = {name: parts[name] for name, part in given.items() if part is None}
@@ -173,18 +200,20 @@ def load(
         name: part.expected(about[name], like, source)
         for name, part in described.items()
     }
+    _check_others(others, content.get("processes", 1), source)
+    leaves = {name: leaves_of(about[name]) for name in expected}
     abstract = {
-        name: _tree.abstract(tree, leaves_of(about[name]))
-        for name, tree in expected.items()
+        name: _tree.abstract(tree, leaves[name]) for name, tree in expected.items()
     }
     try:
-        loaded = ocp.load_checkpointables(folder, {**abstract, **others})
+        with _context(_largest(leaves.values(), others)):
+            loaded = ocp.load_checkpointables(folder, {**abstract, **others})
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(f"cannot read {folder}: {error}") from error
     restored = {name: loaded[name] for name in others}
     # Centers come first, because workers resume at them.
     for name in sorted(expected, key=lambda name: described[name].kind != "center"):
-        tree = _tree.filled(expected[name], leaves_of(about[name]), loaded[name])
+        tree = _tree.filled(expected[name], leaves[name], loaded[name])
         restored[name] = described[name].restore(about[name], tree)
     return restored
 
@@ -201,7 +230,7 @@ class Rotation:
         ocp = orbax()
         training = ocp.training
         # Compressing floats takes several times as long as writing them.
-        context = ocp.Context()
+        context = _context()
         context.array.saving.use_compression = False
         self._checkpointer = training.Checkpointer(
             pathlib.Path(directory).resolve(),
@@ -218,6 +247,22 @@ class Rotation:
         """Number and path of the last complete checkpoint; None if there is none."""
         latest = self._checkpointer.latest
         return None if latest is None else (latest.step, pathlib.Path(latest.path))
+
+    def check_is_shared(self) -> None:
+        """Check that all processes have the same checkpoints, of one shared directory.
+
+        Raises:
+          DurabilityError: they do not.
+        """
+        path = pathlib.Path(self._checkpointer.directory)  # the first process made it
+        latest = None if self.latest is None else self.latest[0]
+        everyone = _of_all_processes("latest", lambda: [path.exists(), latest])
+        if any(other != everyone[0] for other in everyone):
+            raise errors.DurabilityError(
+                f"all processes of a worker need one shared directory, but in {self} "
+                f"they find [whether it exists, number of the last checkpoint]: "
+                f"{everyone}"
+            )
 
     def write(self, number: int, **parts: Any) -> None:
         """Write a checkpoint, with a number higher than those of all earlier ones.
@@ -236,7 +281,7 @@ class Rotation:
 
 
 def read_about(folder: pathlib.Path) -> dict[str, Any]:
-    """Return the descriptions of a checkpoint's parts, by name.
+    """Return the description of a checkpoint, with those of its parts by name.
 
     Raises:
       DurabilityError: there is no checkpoint, or agn_optax did not write it.
@@ -253,7 +298,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
             f"{folder} was written by agn_optax {content['release']}, in a format that "
             f"{__version__} does not read"
         )
-    return content["parts"]
+    return content
 
 
 def orbax() -> Any:
@@ -266,6 +311,40 @@ def orbax() -> Any:
     from orbax.checkpoint import v1  # noqa: PLC0415 slow to import, optional extra
 
     return v1
+
+
+def _context(largest: int | None = None) -> Any:
+    """Return options of Orbax, to save, or to load arrays of this size at most."""
+    context = orbax().Context()
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    if largest is not None:
+        # Orbax counts whole arrays, also if a process needs only a shard.
+        context.memory.read_concurrent_bytes = max(_READ_BYTES, largest)
+    return context
+
+
+def _largest(leaves: Iterable[Sequence[Leaf]], others: Mapping[str, Any]) -> int | None:
+    """Return the size of the largest array in bytes; None if it is not known."""
+    if any(value is None for value in others.values()):  # loads it as it was saved
+        return None
+    arrays = [*itertools.chain(*leaves), *jax.tree.leaves(dict(others))]
+    return max(
+        (
+            math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+            for array in arrays
+            if hasattr(array, "dtype") and not trees.is_key(array)
+        ),
+        default=0,
+    )
+
+
+def _of_all_processes(key: str, value: Callable[[], Any]) -> list[Any]:
+    """Return what a function returns in each process of this job, in their order."""
+    count, own = jax.process_count(), value()
+    if count == 1:
+        return [own]
+    processes = agreement.Processes(range(count), f"checkpoint{next(_calls)}")
+    return processes.gather(key, own, _TIMEOUT)
 
 
 def as_part(value: Any) -> Part | None:
@@ -285,6 +364,23 @@ def as_part(value: Any) -> Part | None:
             )
         return TowersPart(first, *rest)
     return None
+
+
+def _check_others(others: Mapping[str, Any], saved_processes: int, source: str) -> None:
+    """Check that this number of processes can load what is not a part.
+
+    Raises:
+      InvalidArgumentError: it cannot.
+    """
+    kind = orbax().handlers.StatefulCheckpointable
+    own = [name for name, value in others.items() if isinstance(value, kind)]
+    if own and saved_processes != jax.process_count():
+        combinations.reject(
+            "another number of processes",
+            "an object that each process saves by itself",
+            f"{own} in {source} of {saved_processes} processes, to be loaded by "
+            f"{jax.process_count()}",
+        )
 
 
 def _check_names(

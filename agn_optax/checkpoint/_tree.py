@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from agn_optax import errors
 from agn_optax._internal import Leaf, trees
 
 PyTree = Any
@@ -27,9 +28,36 @@ def saved(tree: PyTree) -> PyTree:
     return _without_empty(_plain(tree))
 
 
+def check_is_of_all_processes(tree: PyTree, name: str) -> None:
+    """Raise if a tree has arrays that only one of several processes has.
+
+    Raises:
+      InvalidTypeError: it has some.
+    """
+    if jax.process_count() == 1:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
+            raise errors.InvalidTypeError(
+                f"{name}{jax.tree_util.keystr(path)} is an array of this process "
+                "alone: give a NumPy array, for which the first process's is saved, or "
+                "an array on a mesh of all processes"
+            )
+
+
 def abstract(like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-    """Return the tree to load from Orbax, with ``leaves`` as NumPy arrays."""
-    return _without_empty(_arrays(like, leaves))
+    """Return the tree to load from Orbax, with ``leaves`` as NumPy arrays.
+
+    Leaves for which ``like`` has an abstract array with a sharding are loaded onto its
+    devices.
+    """
+
+    def placed(wanted: Any, array: Any) -> Any:
+        if not isinstance(wanted, jax.ShapeDtypeStruct) or wanted.sharding is None:
+            return array
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=wanted.sharding)
+
+    return _without_empty(jax.tree.map(placed, like, _arrays(like, leaves)))
 
 
 def filled(like: PyTree, leaves: Sequence[Leaf], loaded: PyTree) -> PyTree:

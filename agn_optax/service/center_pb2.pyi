@@ -297,12 +297,14 @@ class AliveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("worker", "session_id")
+    __slots__ = ("worker", "session_id", "group")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     worker: str
     session_id: str
-    def __init__(self, worker: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+    group: str
+    def __init__(self, worker: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()

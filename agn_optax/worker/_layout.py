@@ -69,6 +69,16 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(find, tree)
 
+    def placed(self, tree: PyTree) -> PyTree:
+        """Return an abstract tree with its shardings; other arrays are replicated."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding or everywhere
+            ),
+            *(tree, self.of(tree)),
+        )
+
     def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Compile a function like `jax.jit`, with the shardings of its results."""
         compiled: dict[Any, Callable[..., Any]] = {}

@@ -559,3 +559,35 @@ def test_close_leaves_the_hook_of_a_later_resumable(journaled, tmp_path):
     assert first.worker.before_send == second._before_send
     second.close()
     assert first.worker.before_send is None
+
+
+def test_checkpoint_is_loaded_onto_the_shardings_of_the_given_params(tmp_path):
+    durability = agn_optax.center.Journal(tmp_path / "center")
+    rule = shared.agn(shared.adam(0.1))
+    center = agn_optax.LocalCenter(rule, durability=durability)
+
+    def start(shape, axes):
+        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+        mesh = jax.sharding.Mesh(devices, ("x", "y")[: len(shape)])
+        sharding = jax.sharding.NamedSharding(mesh, jax.P(*axes))
+        params = {"w": jax.device_put(jnp.ones((8, 4)), sharding)}
+        worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="w")
+        loop = checkpoint.Resumable(worker, tmp_path / "worker")
+        return loop, loop.start(params, chief=True), sharding
+
+    loop, (params, state), _ = start((8,), ("x",))
+    for _ in range(3):
+        grads = {"w": jnp.arange(32.0).reshape(8, 4)}
+        updates, state = loop.tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = loop.exchange(params, state)
+    loop.save(params, state)
+    loop.close()
+    _, resumed, sharding = start((2, 4), ("x", "y"))
+    for new, old in zip(
+        jax.tree.leaves(resumed), jax.tree.leaves((params, state)), strict=True
+    ):
+        np.testing.assert_array_equal(new, old)
+        if new.shape == (8, 4):
+            assert new.sharding == sharding
+    center.close()

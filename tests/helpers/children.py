@@ -68,11 +68,11 @@ class Process:
 
 
 @contextlib.contextmanager
-def processes(program, count):
+def processes(program, count, timeout=120):
     """Yield a list of ``count`` processes; all in the list are killed at the end."""
     made = []
     try:
-        made.extend(Process(program) for _ in range(count))
+        made.extend(Process(program, timeout) for _ in range(count))
         yield made
     finally:
         for process in made:

@@ -222,7 +222,11 @@ class RemoteSession(Session):
         """Leave the center, in ``timeout`` seconds at most: see `Session.leave`."""
         self.has_left = True
         try:
-            request = pb.LeaveRequest(worker=self.worker, session_id=self.session_id)
+            request = pb.LeaveRequest(
+                worker=self.worker,
+                session_id=self.session_id,
+                group="" if self._share is None else self._share.group,
+            )
             with contextlib.suppress(errors.AgnOptaxError):
                 self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
         finally:

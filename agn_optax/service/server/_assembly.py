@@ -152,6 +152,52 @@ def other_chief() -> errors.CenterBusyError:
     )
 
 
+class Groups:
+    """The groups of processes that have resumed one session after the other.
+
+    If one process of a group is killed, the others may live on for minutes. Then they
+    must not take the session back, or end it.
+
+    Args:
+      max_workers: number of workers whose groups are kept.
+    """
+
+    def __init__(self, max_workers: int) -> None:
+        self._max_workers = max_workers
+        # By worker: the session id, and the groups, of which the last one has it.
+        self._known: dict[str, tuple[str, list[str]]] = {}
+
+    def check(self, worker: str, session_id: str, group: str) -> None:
+        """Check that a group may join.
+
+        Raises:
+          WorkerStateError: another group has resumed the session.
+        """
+        if group in self._of(worker, session_id)[:-1]:
+            raise errors.WorkerStateError(
+                f"other processes have resumed the session of worker {worker!r}: end "
+                "these"
+            )
+
+    def join(self, worker: str, session_id: str, group: str) -> None:
+        """Record that a group has joined; "" for a worker of one process."""
+        known = self._of(worker, session_id)
+        if group or known:
+            others = [other for other in known if other not in ("", group)]
+            self._known[worker] = session_id, [*others, group]
+        if len(self._known) > self._max_workers:
+            del self._known[next(iter(self._known))]
+
+    def may_leave(self, worker: str, session_id: str, group: str) -> bool:
+        """Return whether no other group has resumed the session."""
+        known = self._of(worker, session_id)
+        return not known or group == known[-1]
+
+    def _of(self, worker: str, session_id: str) -> list[str]:
+        known_session, groups = self._known.get(worker, ("", []))
+        return groups if known_session == session_id else []
+
+
 class Assembly:
     """The processes of one worker, in one session.
 

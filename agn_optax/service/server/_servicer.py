@@ -22,6 +22,7 @@ from agn_optax.service.security._rate_limits import MAX_WAIT
 from agn_optax.service.server._assembly import (
     Assembly,
     FirstParameters,
+    Groups,
     Part,
     check_regions,
     other_chief,
@@ -102,6 +103,7 @@ class Servicer:
         self.buffers = Buffers()
         self._joining = threading.Lock()
         self._assemblies: dict[str, Assembly] = {}  # by worker
+        self._groups = Groups(self.max_workers)
         self._first_parameters = FirstParameters(self.buffers)
         self.stop: Callable[[], object] = do_nothing
         self.on_event: Callable[..., object] = _ignore_event
@@ -306,6 +308,8 @@ class Servicer:
                 heartbeat_timeout=self._heartbeat_timeout,
                 close_connection=context.cancel,
             )
+            with self._joining:
+                self._groups.join(join.worker, join.session_id, "")
         else:
             session = self._join_part(join, reader, context)
         self._traffic.get(join.worker).transport = transport
@@ -344,6 +348,7 @@ class Servicer:
         share = _pieces.from_bytes(received.tobytes())
         worker, session_id = join.worker, join.session_id
         with self._joining:
+            self._groups.check(worker, session_id, share.group)
             self.core.heartbeat(())  # a session whose lease has ended ends now
             kept = {k: a for k, a in self._assemblies.items() if not a.is_closed}
             assembly = kept.get(worker)
@@ -359,6 +364,7 @@ class Servicer:
                 heartbeat_timeout=self._heartbeat_timeout,
             )
             self._assemblies = {**kept, worker: assembly}
+            self._groups.join(worker, session_id, share.group)
         return part
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
@@ -384,7 +390,11 @@ class Servicer:
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
         """Let a worker leave for good."""
         caller.check("Leave", request.worker)
-        self.core.leave(request.worker, request.session_id)
+        worker, session_id = request.worker, request.session_id
+        with self._joining:
+            may_leave = self._groups.may_leave(worker, session_id, request.group)
+        if may_leave:
+            self.core.leave(worker, session_id)
         return pb.LeaveReply()
 
     def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:

@@ -1,0 +1,240 @@
+"""Checkpoints of workers of several processes, which continue with another number."""
+
+import contextlib
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from helpers import children, ports, resumed_pod
+from helpers.waiting import wait_until
+
+import agn_optax
+from agn_optax import errors, service
+from agn_optax.service.server._assembly import Groups
+
+PROGRAM = pathlib.Path(resumed_pod.__file__)
+LIMIT = 240  # s, generous for a busy machine
+
+
+class Group:
+    """The processes of a worker, each of which has one device.
+
+    Args:
+      stack: kills the processes at its end.
+      count: number of processes.
+      **how: further arguments of the command ``join``.
+    """
+
+    def __init__(self, stack, count, **how):
+        started = children.processes(PROGRAM, count, timeout=LIMIT)
+        self.processes = stack.enter_context(started)
+        coordinator = ports.free_address()
+        for index, process in enumerate(self.processes):
+            process.send(
+                do="join",
+                coordinator=coordinator,
+                process=index,
+                processes=count,
+                **how,
+            )
+        assert all(a == {"devices": count} for a in self.answers())
+
+    def send(self, **command):
+        for process in self.processes:
+            process.send(**command)
+
+    def answers(self):
+        return [process.answer() for process in self.processes]
+
+    def ask(self, **command):
+        """Return the answer of the first process; those of the others must be equal."""
+        self.send(**command)
+        first, *others = self.answers()
+        assert all(other == first for other in others)
+        return first
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+
+    def errors(self, **command):
+        """Return the errors of all processes."""
+        self.send(**command)
+        found = []
+        for process in self.processes:
+            with pytest.raises(AssertionError) as caught:
+                process.answer()
+            found.append(str(caught.value))
+        return found
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def served(stack, tmp_path):
+    """Return a function that serves a center of a rule, with a journal."""
+
+    def serve(rule):
+        kept = agn_optax.center.Journal(tmp_path / "center")
+        rule = resumed_pod.RULES[rule]
+        return stack.enter_context(service.serve(rule, durability=kept))
+
+    return serve
+
+
+def undisturbed(rule, steps):
+    """Return the center after a run in this process."""
+    center = agn_optax.LocalCenter(resumed_pod.RULES[rule])
+    worker = resumed_pod.new_worker(center)
+    params = jax.tree.map(jax.numpy.asarray, resumed_pod.initial_params())
+    params, state = worker.start(params, chief=True)
+    for number in range(steps):
+        number = np.float32(number)
+        params, state = resumed_pod.train_step(worker, rule, params, state, number)
+        params, state = worker.exchange(params, state)
+    worker.flush(params, state)
+    return center.pull()
+
+
+def assert_equal_centers(center, expected, tolerance):
+    assert center.version == expected.version
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected.params):
+        got = center.params[path[0].key]
+        np.testing.assert_allclose(got, leaf, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rule", "groups", "tolerance"),
+    [
+        ("downpour", [(2, "columns"), (1, "rows")], 0.0),
+        ("agn", [(4, "rows"), (2, "columns"), (1, "rows")], 1e-5),
+        ("diloco", [(1, "rows"), (4, "columns"), (2, "columns")], 0.0),
+    ],
+)
+def test_killed_worker_continues_with_another_number_of_processes(
+    stack, served, tmp_path, rule, groups, tolerance
+):
+    folder, server, sessions = tmp_path / "worker", served(rule), set()
+    steps = 6 * resumed_pod.PERIOD * len(groups)
+    for number, (count, layout) in enumerate(groups):
+        group = Group(stack, count)
+        how = {"overlap": rule == "downpour"}
+        group.ask(do="connect", address=server.address, rule=rule, layout=layout, **how)
+        sessions.add(group.ask(do="start", folder=str(folder))["session"])
+        if number == len(groups) - 1:
+            group.ask(do="train", until=steps)
+            last = group.ask(do="flush")
+            break
+        group.send(do="train", until=steps)
+        version = server.center.version + 2
+        wait_until(lambda version=version: server.center.version >= version, LIMIT)
+        if number:  # kill it while it writes a checkpoint
+            wait_until(lambda: any(folder.glob("*tmp*")), LIMIT)
+        group.kill()
+        assert server.center.version < steps // resumed_pod.PERIOD
+    assert len(sessions) == 1
+    assert last["step"] == steps
+    assert last["exchanges"] == server.center.version
+    expected = undisturbed(rule, steps)
+    assert_equal_centers(server.center.pull(), expected, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sharded_checkpoint_is_loaded_by_another_number_of_processes(
+    stack, served, tmp_path
+):
+    server, path = served("diloco"), str(tmp_path / "saved")
+    connect = {"do": "connect", "address": server.address, "rule": "diloco"}
+    two = Group(stack, 2)
+    two.ask(**connect, layout="rows")
+    two.ask(do="start", folder=str(tmp_path / "worker"))
+    saved = two.ask(do="train", until=5)  # in the middle of a round
+    two.ask(do="save", path=path)
+    for error in two.errors(do="save", path=path):
+        assert "exists already" in error
+    two.kill()
+    one = Group(stack, 1)
+    one.ask(**connect, layout="columns")
+    loaded = one.ask(do="load", path=path)
+    assert (loaded["step"], loaded["exchanges"]) == (5, 2)
+    assert loaded["session"] != saved["session"]
+    assert one.ask(do="train", until=8)["exchanges"] == 4
+    assert_equal_centers(server.center.pull(), undisturbed("diloco", 8), 0.0)
+
+
+def test_group_whose_session_was_resumed_cannot_take_it_back():
+    groups = Groups(max_workers=1)
+    groups.join("w", "session", "old")
+    groups.check("w", "session", "old")  # joins again after its connection broke
+    groups.join("w", "session", "new")
+    with pytest.raises(errors.WorkerStateError, match="have resumed the session"):
+        groups.check("w", "session", "old")
+    assert not groups.may_leave("w", "session", "old")
+    assert groups.may_leave("w", "session", "new")
+    groups.join("w", "session", "")  # one process
+    assert groups.may_leave("w", "session", "")
+    with pytest.raises(errors.WorkerStateError, match="have resumed the session"):
+        groups.check("w", "session", "new")
+    groups.check("w", "another session", "old")
+    groups.join("v", "session", "new")  # forgets the other worker
+    groups.check("w", "session", "old")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_survivors_of_a_killed_process_do_not_end_the_resumed_session(
+    stack, served, tmp_path
+):
+    server, folder = served("downpour"), str(tmp_path / "worker")
+    connect = {"do": "connect", "address": server.address, "rule": "downpour"}
+    old = Group(stack, 2, heartbeat_timeout=LIMIT)
+    old.ask(**connect, layout="rows")
+    old.ask(do="start", folder=folder)
+    session = old.ask(do="train", until=3)["session"]
+    survivor, killed = old.processes
+    killed.ask(do="die_when_sending")
+    old.send(do="train", until=8)  # the survivor waits for the other one's pieces
+    new = Group(stack, 2)
+    new.ask(**connect, layout="columns")
+    assert new.ask(do="start", folder=folder)["session"] == session
+    new.send(do="train", until=8)
+    assert all(answer["exchanges"] == 4 for answer in new.answers())
+    with pytest.raises(AssertionError, match="CenterError"):
+        survivor.answer()
+    survivor.ask(do="leave")
+    assert set(server.center.workers) == {"w"}
+    assert_equal_centers(server.center.pull(), undisturbed("downpour", 8), 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_bad_input_raises_in_all_processes(stack, served, tmp_path):
+    server, path, folder = served("agn"), str(tmp_path / "saved"), str(tmp_path / "w")
+    connect = {"do": "connect", "address": server.address, "rule": "agn"}
+    two = Group(stack, 2)
+    two.ask(**connect, layout="rows")
+    for error in two.errors(do="start", folder=str(tmp_path / "{process}")):
+        assert "need one shared directory" in error
+    two.ask(do="start", folder=str(tmp_path / "own"), others="own")
+    for error in two.errors(do="train", until=2):
+        assert "mean['m'] is an array of this process alone" in error
+    two.ask(**connect, layout="rows")
+    two.ask(do="start", folder=folder, others="data")
+    two.ask(do="train", until=2)
+    two.ask(do="save", path=path)
+    for error in two.errors(do="load_without_shardings", path=path):
+        assert "a worker of a part of its job's processes" in error
+    two.kill()
+    one = Group(stack, 1)
+    one.ask(**connect, layout="rows")
+    (error,) = one.errors(do="start", folder=folder, others="data")
+    assert "another number of processes" in error
+    assert "['data']" in error
