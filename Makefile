@@ -27,7 +27,7 @@ anywhere: venv ## run the tests in other places: other users, no HOME, no networ
 nox: venv ## test the wheel on the oldest and newest versions (needs Python 3.11 and 3.13)
 	@$(python) -m nox $(ARGS)
 
-frameworks: venv ## test docs/levanter.md in environments with the frameworks (needs Python 3.11)
+frameworks: venv ## run the lines of docs/levanter.md with each framework (needs Python 3.11)
 	@$(python) -m nox --session frameworks $(ARGS)
 
 mutants: venv ## put faults into the package, one at a time, and list those no test notices
