@@ -4,6 +4,7 @@ import contextlib
 import json
 import pathlib
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,14 @@ def test_readme_and_guide_name_every_file_of_the_template():
     }
     for page in (TEMPLATE / "README.md", ROOT / "docs" / "template.md"):
         assert names == set(re.findall(r"^\| `([\w.]+)` \|", page.read_text(), re.M))
+
+
+def test_steps_of_the_template_must_be_above_the_warmup(capsys):
+    parse = runpy.run_path(str(TEMPLATE / "config.py"))["parse"]
+    assert parse(["--steps", "21"]).steps == 21
+    with pytest.raises(SystemExit):
+        parse(["--steps", "20"])
+    assert "steps must be above warmup, got 20, 20" in capsys.readouterr().err
 
 
 @pytest.fixture
