@@ -22,13 +22,18 @@ from jax.sharding import PartitionSpec as P
 import agn_optax
 from agn_optax import codecs, rules, service
 
-SHAPES = {"w": (8, 16), "v": (4, 8), "b": (3,), "s": ()}
+# Encoded in blocks of 8, the rows of "u" on two devices have the shape of "u" again.
+SHAPES = {"w": (8, 16), "v": (4, 8), "u": (2, 4, 8), "b": (3,), "s": ()}
 # Specs of the leaves, by the name of a layout.
 LAYOUTS = {
-    "fsdp": {"w": P("a"), "v": P("a"), "b": P(), "s": P()},
-    "tensor": {"w": P(None, "a"), "v": P(None, "a"), "b": P(), "s": P()},
-    "both": {"w": P("a", "b"), "v": P("b", "a"), "b": P(), "s": P()},
-    "replicated": dict.fromkeys(SHAPES, P()),
+    "fsdp": {"w": P("a"), "v": P("a")},
+    "stacked": {"w": P("a"), "v": P("a"), "u": P("a")},
+    "tensor": {"w": P(None, "a"), "v": P(None, "a"), "u": P(None, None, "a")},
+    "both": {"w": P("a", "b"), "v": P("b", "a"), "u": P("b")},
+    "replicated": {},
+}
+LAYOUTS = {
+    name: {**dict.fromkeys(SHAPES, P()), **specs} for name, specs in LAYOUTS.items()
 }
 TIMEOUT = 20.0  # s
 # Added to the gradients, by the name of the worker. The first is the chief.
