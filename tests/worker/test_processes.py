@@ -1,6 +1,7 @@
 """Workers of several processes give what the same worker in one process gives."""
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -80,7 +81,12 @@ def start(commands):
 def results_of(processes):
     """Wait for processes; return the results that each prints, in their order."""
     try:
-        texts = [process.communicate(timeout=LIMIT)[0] for process in processes]
+        # All at once: one whose pipe is full would keep the others waiting.
+        read = [
+            in_background(functools.partial(p.communicate, timeout=LIMIT), "output")
+            for p in processes
+        ]
+        texts = [future.result()[0] for future in read]
     finally:
         for process in processes:
             process.kill()
