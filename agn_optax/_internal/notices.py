@@ -28,7 +28,8 @@ class Thresholds:
     """Thresholds of what is said when training goes wrong; None or 0 says nothing.
 
     A center looks at the first ones, from ``lost_messages`` to ``not_on_disk``, and a
-    worker at the others. Each ignores those of the other.
+    worker at the others. A center shows what its workers found, whatever its own
+    thresholds of their checks.
 
     Args:
       lost_messages: share of a worker's last ten messages that were rejected, dropped
@@ -40,7 +41,8 @@ class Thresholds:
         others.
       apart: messages in a row that point away from those of the other workers.
       one_by_one: workers whose messages are applied one by one, by a rule for rounds.
-      not_on_disk: failures to write the center to disk.
+      not_on_disk: snapshots in a row that could not be written to disk; if writing has
+        ended, any threshold is reached.
       unrecorded_steps: exchanges in a row whose local steps did not reach the record.
       miscounted_steps: factor between the local steps in the record of a round and
         those that `exchange` counted.
@@ -159,7 +161,8 @@ CHECKS = {
     ),
     "not_on_disk": Check(
         "center",
-        "{threshold} or more changes of the center could not be written to disk",
+        "{threshold} or more snapshots of the center in a row could not be written to "
+        "disk, or nothing can be written any more",
         "the center on disk lacks changes: {reason}",
         "make room on the disk, or repair it; look at the directory's owner and rights",
     ),

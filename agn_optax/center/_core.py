@@ -543,8 +543,9 @@ class Core:
             registered = self.ledger.registered()
             if self.ledger.is_open and self.is_initialized:
                 self._inspector.look(registered, self.ledger.pending, now)
-            reason = "" if self.keeper is None else self.keeper.degraded
-            self.notices.measure("not_on_disk", int(bool(reason)), reason=reason)
+            if (keeper := self.keeper) is not None:
+                reason = keeper.degraded
+                self.notices.measure("not_on_disk", keeper.failures, reason=reason)
             names = set(registered)
         # These take longer: not under the lock.
         self._measure_one_by_one(len(names))

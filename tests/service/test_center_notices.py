@@ -204,15 +204,19 @@ def test_center_that_stops_is_said_after_ten_versions(good):
             assert bool(found(observer, "still_center", "")) == (turn == 10)
 
 
-@pytest.mark.parametrize(("threshold", "said"), [(1, True), (None, False)])
+@pytest.mark.parametrize(
+    ("threshold", "said"), [(1, True), (2, True), (3, False), (None, False)]
+)
 def test_center_that_cannot_be_written_is_said(threshold, said, tmp_path, monkeypatch):
     kept = centers.Journal(tmp_path, size=1)
     changed = Thresholds(not_on_disk=threshold)
     with watched(durability=kept, thresholds=changed) as (server, center, observer):
         keeper = server.center.core.keeper
         monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
+        sessions.join(center, "anna")  # a change, too
+        wait_until(lambda: keeper.failures == 1)
         send(center, "anna")
-        wait_until(lambda: keeper.degraded)
+        wait_until(lambda: keeper.failures == 2)
         assert bool(found(observer, "not_on_disk", "")) == said
         monkeypatch.undo()
 
