@@ -240,7 +240,7 @@ def test_notices_about_a_worker_end_when_it_leaves():
 @pytest.fixture
 def short_times(monkeypatch):
     """Make the times short after which a worker is missed."""
-    monkeypatch.setattr(_recent, "_WINDOW", 0.2)
+    monkeypatch.setattr(_recent, "_WINDOW", 1.0)
     monkeypatch.setattr(_recent, "_MIN_DISTANCE", 0.05)
     monkeypatch.setattr(_inspector, "_MIN_FIRST", 0.3)
 
@@ -285,12 +285,12 @@ def test_worker_that_stops_is_said_without_any_call(has_exchanged, caplog):
 
         def is_said():
             make_other_round()
-            return caplog.messages
+            text = "worker 'anna' has made no exchange for .* times the"
+            return [line for line in caplog.messages if re.match(text, line)]
 
         make_rounds(bert, make_other_round)
         wait_until(is_said, pause=0.02)
-        (line,) = caplog.messages
-        assert re.match("worker 'anna' has made no exchange for .* times the", line)
+        assert len(is_said()) == 1
         first, second = observer.status()["workers"]
         expected = anna.recent.longest() if has_exchanged else 0.3
         assert first["stalled"] >= 3 * expected
@@ -341,7 +341,7 @@ def test_wait_for_other_workers_is_not_missed_time(waits_for):
         core.join("bert")
         if waits_for == "chief":
             core.initialize(ONES, worker="bert")
-        assert anna.recent.idle(time.monotonic() - 0.2) is None
+        assert anna.recent.idle(time.monotonic() - 0.5) is None
         wait_until(lambda: found(observer, "missed_periods", "anna"))
 
 
