@@ -25,9 +25,7 @@ LOOK_INTERVAL = 1.0  # s, minimum time between two looks at all workers
 _MESSAGES = 10  # last messages of a worker, among which lost ones are counted
 _NORMS = 5  # last norms of a worker, of which the median counts
 _MIN_NORMS = 3
-_MIN_FIRST = (
-    60.0  # s, least usual time to a first exchange, before which a worker compiles
-)
+_MIN_FIRST = 60.0  # s, minimum time expected before a first exchange: it may compile
 _MAX_OTHERS = 32  # workers with which another one is compared, the last that sent
 _MIN_MOVED = 0.1  # share of the elements reached by messages that has to move
 _MAX_WAITING = 256  # messages between two looks that are compared; others are not
@@ -59,9 +57,8 @@ class Inspector:
         self._notices = notices
         self._compares = compares
         self._dtype = ""
-        self._lost_because: dict[
-            str, deque[str]
-        ] = {}  # by worker; "" for messages in time
+        # By worker: how its last messages were lost; "" for messages in time.
+        self._lost_because: dict[str, deque[str]] = {}
         # Calls for what has not been read yet, and what the device still computes.
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._reading = threading.Lock()
