@@ -1,9 +1,9 @@
-"""What a center and its workers say when training goes wrong but does not stop.
+"""Notices of a center and its workers: training goes wrong, but does not stop.
 
-`CHECKS` is the table: who looks, what must hold, what is said, and what to do.
+`CHECKS` is the table: who looks, when a notice holds, its text, and what to do.
 `Thresholds` has the number of each check that users may change. Every check compares
 one value with its threshold, in `Notices.measure`, and nowhere else. Logs, the status
-of a center, its page and docs/notices.md show what the table says.
+of a center, its page and docs/notices.md show the texts of the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPEAT = 600.0  # s, minimum time between two lines in the log of the same notic
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Thresholds of what is said when training goes wrong; None or 0 says nothing.
+    """Thresholds of the checks for training that goes wrong; None or 0 turns one off.
 
     A center looks at the first ones, from ``lost_messages`` to ``not_on_disk``, and a
     worker at the others. A center shows what its workers found, whatever its own
@@ -92,7 +92,7 @@ class Check(NamedTuple):
 
     observer: Literal["center", "worker"]
     condition: str  # when the notice holds, in words, with a {threshold}
-    text: str  # what is said, with the values that `Notices.measure` gets
+    text: str  # of the notice, with the values that `Notices.measure` gets
     remedy: str  # what to do
 
 
@@ -189,8 +189,8 @@ CHECKS = {
         "worker",
         "five exchanges in a row took {threshold:g} times as long as their link should "
         "take, and 0.1 s longer, or one took 10 s longer; without the time at the "
-        "center. What the link should take is given by ExpectedLink(rate=...), or by "
-        "the worker's best rate so far",
+        "center. The link's rate is that of ExpectedLink(rate=...), or the worker's "
+        "best rate so far",
         "an exchange of worker {worker!r} took {seconds:.3g} s, {value:.3g} times as "
         "long as expected: {link}",
         "look at what else uses the network, and run agn-optax doctor from this "

@@ -44,7 +44,7 @@ class _Messages:
 
 
 class Inspector:
-    """What is compared with the thresholds of a center.
+    """The values that are compared with the thresholds of a center.
 
     Its owner holds a lock for all calls except `read`, `is_full`.
 

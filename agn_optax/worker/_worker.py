@@ -138,8 +138,8 @@ class Worker:
         the center; None before the first measurement.
       resume_token: this worker's session, for `restore` to continue; None before the
         start.
-      notices: what goes wrong now, as the log says it. The next message takes it to a
-        served center, whose status and page show it.
+      notices: the notices that hold now, as logged. The next message takes them to a
+        served center, whose status and page show them.
       due: whether the next call of `exchange` sends a message, or may adopt an answer.
 
     Raises:
@@ -371,7 +371,7 @@ class Worker:
 
     @property
     def notices(self) -> list[Notice]:
-        """What goes wrong now, as the log says it."""
+        """The notices that hold now, as logged."""
         return [n for worker in self._workers for n in worker.checks.notices.current()]
 
     @property

@@ -47,6 +47,7 @@ class Scenario:
     flush: bool = False
     returns: bool = False  # whether the worker leaves and starts again
     together: bool = False  # whether all of WORKERS run it, in rounds
+    timed: bool = False  # whether results depend on the times at which answers arrive
 
 
 def _scenarios():
@@ -73,9 +74,10 @@ def _scenarios():
     made = {name: Scenario(rule) for name, rule in by_rule.items()}
     for name, codec in by_codec.items():
         made[name] = Scenario(rules.agn(optax.sgd(0.5), codec=codec))
-    made["overlap"] = Scenario(by_rule["agn"], settings={"overlap": True}, flush=True)
+    overlaps = {"settings": {"overlap": True}, "flush": True, "timed": True}
+    made["overlap"] = Scenario(by_rule["agn"], **overlaps)
     made["overlap_downpour"] = Scenario(
-        rules.downpour(codec=by_codec["quantize"]), settings={"overlap": True}
+        rules.downpour(codec=by_codec["quantize"]), **overlaps
     )
     made["weights"] = Scenario(by_rule["diloco"], weight=2.5, flush=True, steps=13)
     made["dynamic"] = Scenario(

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,8 @@ class RemoteSession(Session):
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._share = share
+        # Called with the processes for whose pieces the center waits; may raise.
+        self.while_missing: Callable[[Sequence[int]], object] = lambda missing: None
         self._piece_schemas: WireSchemas | None = None
         self._missing_since = math.inf  # time since which other processes are missing
         # The number of the exchange in flight, and its frame.
@@ -206,7 +208,9 @@ class RemoteSession(Session):
                 return
             size, link = self._in_flight[1].nbytes, self._link
             self._in_flight = self._sent_over = None
-            if link is None or size < _MIN_ACKNOWLEDGED:
+            # The center keeps a whole version until all processes have acknowledged it.
+            is_small = size < _MIN_ACKNOWLEDGED and self._share is None
+            if link is None or is_small:
                 return
             try:
                 link.send(Frame(pb.Header(acknowledge=sequence)))
@@ -290,6 +294,7 @@ class RemoteSession(Session):
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """Return the answer to the exchange in flight; None if none by ``until``."""
         assert self._in_flight is not None
+        self._missing_since = math.inf
         (sequence, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
@@ -312,6 +317,7 @@ class RemoteSession(Session):
         if not waiting.missing:
             self._missing_since = math.inf
             return False
+        self.while_missing(waiting.missing)
         self._missing_since = min(self._missing_since, now)
         if now - self._missing_since >= timeout:
             self._missing_since = math.inf
