@@ -28,19 +28,21 @@ class Thresholds:
     """Thresholds of the checks for training that goes wrong; None or 0 turns one off.
 
     A center looks at the first ones, from ``lost_messages`` to ``not_on_disk``, and a
-    worker at the others. Each ignores those of the other.
+    worker at the others. A center shows what its workers found, whatever its own
+    thresholds of their checks.
 
     Args:
       lost_messages: share of a worker's last ten messages that were rejected, dropped
         or late.
-      missed_periods: usual times between two exchanges of a worker, in which it made no
-        exchange, and at least ten seconds.
+      missed_periods: time in which a worker made no exchange, as a multiple of the
+        longest of its last intervals between two, and at least ten seconds.
       still_center: updates in a row that have not moved the center.
       other_norm: factor between the norms of a worker's messages and those of the
         others.
       apart: messages in a row that point away from those of the other workers.
       one_by_one: workers whose messages are applied one by one, by a rule for rounds.
-      not_on_disk: failures to write the center to disk.
+      not_on_disk: snapshots in a row that could not be written to disk; if writing has
+        ended, any threshold is reached.
       unrecorded_steps: exchanges in a row whose local steps did not reach the record.
       miscounted_steps: factor between the local steps in the record of a round and
         those that `exchange` counted.
@@ -107,10 +109,12 @@ CHECKS = {
     ),
     "missed_periods": Check(
         "center",
-        "a connected worker has made no exchange for {threshold:g} of its usual times "
-        "between two exchanges, nor for ten seconds, and does not wait for others",
-        "worker {worker!r} has made no exchange for {seconds:.0f} s, which is "
-        "{value:.1f} times as long as usual",
+        "a connected worker has made no exchange for {threshold:g} times the longest "
+        "of its last intervals between two exchanges, nor for ten seconds, and does "
+        "not wait for others. Before its first exchange, the longest interval of the "
+        "other workers counts, and at least a minute",
+        "worker {worker!r} has made no exchange for {seconds:.0f} s, {value:.1f} times "
+        "the longest interval that was expected ({longest:.3g} s)",
         "look at the process and the log of this worker: it may hang in a collective, "
         "wait for data, or have lost its device",
     ),
@@ -146,19 +150,19 @@ CHECKS = {
     "one_by_one": Check(
         "center",
         "{threshold} or more workers exchange with a center that applies messages one "
-        "by one, and its rule is for rounds (`average`, `diloco`); said at the start, "
-        "too",
+        "by one, and its rule is for rounds (`average`, `diloco`), with a center rate "
+        "above 1 divided by the number of workers; said at the start, too",
         "{rule} is a rule for rounds, and in mode {mode} {workers} workers move the "
-        "center {workers} times as far as in a round: 1/{workers} of the learning rate "
-        "of the center optimizer would do{example}",
-        "take mode=Synchronous() (--mode synchronous), or divide the learning rate of "
-        "the center optimizer by the number of workers. If you have, or if the "
-        "optimizer is for messages that are applied one by one, as those of "
-        "agn_optax.center_optimizers, set this threshold to None (--warn-one-by-one 0)",
+        "center {workers} times as far as in a round: {instead} would do",
+        "take mode=Synchronous() (--mode synchronous); or plain SGD with a rate of 1 "
+        "divided by the number of workers, without momentum (--rule diloco "
+        "--center-optimizer sgd --learning-rate 0.5 for two workers); or a center "
+        "optimizer of agn_optax.center_optimizers for messages that come one by one",
     ),
     "not_on_disk": Check(
         "center",
-        "{threshold} or more changes of the center could not be written to disk",
+        "{threshold} or more snapshots of the center in a row could not be written to "
+        "disk, or nothing can be written any more",
         "the center on disk lacks changes: {reason}",
         "make room on the disk, or repair it; look at the directory's owner and rights",
     ),
@@ -281,7 +285,7 @@ class Notices:
         for name, row in CHECKS.items():
             if row.observer != "worker":
                 continue
-            if name in texts and self.threshold(name) is not None:
+            if name in texts:
                 self._start(Notice(name, worker, texts[name], row.remedy))
             else:
                 with self._lock:
