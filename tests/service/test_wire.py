@@ -4,6 +4,7 @@ import ast
 import inspect
 import math
 import sys
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -243,6 +244,27 @@ def test_leaves_are_read_into_regions_of_larger_arrays(size):
         np.testing.assert_array_equal(place, leaf)
         assert np.count_nonzero(array_) == np.count_nonzero(leaf)
     assert reader.read_header() is None
+
+
+@pytest.mark.parametrize("shape", [(8, 1 << 20), (1, 2, 1 << 21)])
+def test_large_regions_are_received_in_little_memory(shape):
+    """Columns of a larger array are not received in a buffer of their size."""
+    whole = np.zeros((*shape[:-1], 2 * shape[-1]), np.float32)
+    place = whole[..., : shape[-1]]
+    sent = np.arange(place.size, dtype=np.float32).reshape(shape)
+    schema = Schema([Leaf("x", "float32", shape)])
+    frame = b"".join(Frame(HEADERS[0], schema, [sent]).pieces())
+    reader = read(frame[at : at + (1 << 20)] for at in range(0, len(frame), 1 << 20))
+    reader.read_header()
+    tracemalloc.start()
+    try:
+        reader.read_into(schema, [place], "a tree")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(place, sent)
+    assert not whole[..., shape[-1] :].any()
+    assert peak < sent.nbytes / 4
 
 
 def test_array_of_another_size_is_not_read_into():

@@ -24,6 +24,7 @@ from agn_optax.service.wire._schema import MAX_GAP, Schema, assign
 
 SIZES = struct.Struct("<IQ")  # start of a frame: sizes of its header and its buffer
 MAX_HEADER = 64 << 10  # bytes; most headers have a hundred
+_MAX_COPIED = 1 << 20  # bytes that are received in another buffer at a time
 
 
 @dataclasses.dataclass(eq=False)
@@ -192,11 +193,12 @@ class FrameReader:
             ):
                 self.fill(gap[: offset - end])
                 end = offset + leaf.nbytes
-                same = array.dtype.name == leaf.dtype and array.flags.c_contiguous
-                received = array if same else np.empty(leaf.shape, leaf.dtype)
-                self.fill(received.reshape(-1).view(np.uint8).data)
-                if received is not array:
-                    assign([(array, received)])
+                for part in _parts(array, leaf.dtype):
+                    same = part.dtype.name == leaf.dtype and part.flags.c_contiguous
+                    received = part if same else np.empty(part.shape, leaf.dtype)
+                    self.fill(received.reshape(-1).view(np.uint8).data)
+                    if received is not part:
+                        assign([(part, received)])
         self._unread = 0
 
     def _check_size(self, schema: Schema, what: str) -> None:
@@ -222,6 +224,21 @@ class FrameReader:
         if received:
             self.on_received()
         return received
+
+
+def _parts(array: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
+    """Yield an array in views, in its order, of which each may be received at once.
+
+    Those that need another buffer, to be copied from, have few bytes.
+    """
+    same = array.dtype.name == dtype and array.flags.c_contiguous
+    if same or array.nbytes <= _MAX_COPIED or not array.ndim:
+        yield array
+        return
+    rows = max(1, _MAX_COPIED * len(array) // array.nbytes)
+    for begin in range(0, len(array), rows):
+        part = array[begin : begin + rows]
+        yield from _parts(part[0], dtype) if len(part) == 1 else [part]
 
 
 def do_nothing() -> None:
