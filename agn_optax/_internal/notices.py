@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from agn_optax._internal import check
@@ -46,7 +46,8 @@ class Thresholds:
         those that `exchange` counted.
       slow_exchange: time of an exchange, as a multiple of what its link should take.
       other_link: exchanges over another transport or network interface than expected.
-      residual: norm of the residual of a codec, as a multiple of the contribution's.
+      residual: norm of the residual of a codec, as a multiple of what the codec usually
+        keeps: the contribution's norm times the codec's compression.
 
     Raises:
       InvalidArgumentError: a threshold is negative or not finite, or a share is
@@ -73,7 +74,7 @@ class Thresholds:
     miscounted_steps: float | None = 2.0
     slow_exchange: float | None = 10.0
     other_link: int | None = 1
-    residual: float | None = 100.0
+    residual: float | None = 2.5
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -203,9 +204,10 @@ CHECKS = {
     "residual": Check(
         "worker",
         "the norm of a codec's residual is {threshold:g} times that of the "
-        "contribution, and has grown at ten exchanges in a row",
+        "contribution times the codec's compression (bytes of the parameters divided "
+        "by those of the message), and has grown at ten exchanges in a row",
         "the residual of worker {worker!r} has a norm of {norm:.3g}, {value:.3g} times "
-        "that of its contribution, and grows",
+        "the {usual:.3g} that its codec usually keeps, and grows",
         "take a codec that sends more: more elements, more bits or smaller blocks. If "
         "the center drops or rejects the messages of this worker, see to that first",
     ),
@@ -287,12 +289,31 @@ class Notices:
                 with self._lock:
                     self._current.pop((name, worker), None)
 
-    def _start(self, notice: Notice) -> None:
+    def adopt(self, notices: Iterable[Notice], *, is_logged: bool) -> None:
+        """Replace the notices of a center's checks by those of its answer to a worker.
+
+        Args:
+          notices: the notices; those of unknown checks are ignored, which a newer
+            center may send.
+          is_logged: whether this process has logged them already.
+        """
+        rows = CHECKS.items()
+        known = {name for name, row in rows if row.observer == "center"}
+        found = [notice for notice in notices if notice.check in known]
+        kept = {(notice.check, notice.worker) for notice in found}
+        with self._lock:
+            for key in [k for k in self._current if k[0] in known and k not in kept]:
+                del self._current[key]
+        for notice in found:
+            self._start(notice, is_logged=is_logged)
+
+    def _start(self, notice: Notice, *, is_logged: bool = False) -> None:
         """Keep a notice, and log it unless it was logged a short time ago."""
         now, key = time.monotonic(), (notice.check, notice.worker)
         with self._lock:
             self._current[key] = notice
             is_due = now - self._logged.get(key, -math.inf) >= REPEAT
+            is_due = is_due and not is_logged
             if is_due:
                 self._logged = {
                     k: at for k, at in self._logged.items() if now - at < REPEAT
@@ -307,11 +328,27 @@ class Notices:
             for key in [key for key in self._current if key[1] == worker]:
                 del self._current[key]
 
-    def current(self) -> list[Notice]:
-        """Return the notices that hold now, in the order of the table and of names."""
+    def current(self, observer: str = "") -> list[Notice]:
+        """Return the notices that hold now, in the order of the table and of names.
+
+        Args:
+          observer: "center" or "worker", for those of its checks; "" for all.
+        """
         with self._lock:
             order = {name: place for place, name in enumerate(CHECKS)}
-            return sorted(self._current.values(), key=lambda n: (order[n.check], n[1]))
+            found = [
+                notice
+                for notice in self._current.values()
+                if observer in ("", CHECKS[notice.check].observer)
+            ]
+        return sorted(found, key=lambda n: (order[n.check], n.worker))
+
+
+def check_thresholds(thresholds: Any) -> None:
+    """Raise `InvalidTypeError` unless this is None or `Thresholds`."""
+    if thresholds is not None:
+        expected = "thresholds must be agn_optax.center.Thresholds(...)"
+        check.instance(thresholds, Thresholds, expected)
 
 
 def condition(name: str) -> str:

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Notices, check, combinations, in_background
+from agn_optax._internal import Notice, Notices, check, combinations, in_background
 from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._protocol import Session
@@ -544,6 +544,11 @@ class Core:
             names = set(registered)
         self._inspector.read(names)  # takes longer: not under the lock
 
+    def notices_for(self, worker: str) -> tuple[Notice, ...]:
+        """Return the notices of the center's checks for a worker's answer."""
+        found = self.notices.current("center")
+        return tuple(notice for notice in found if notice.worker in ("", worker))
+
     def _measure_one_by_one(self) -> None:
         """Say how far workers move a center that makes no rounds of their messages."""
         rule, mode = self.rule, self.ledger.mode
@@ -712,7 +717,8 @@ class LocalSession(Session):
         self.wait_until_kept(kept)
         snapshot = self._core.snapshot(kept.version)
         jax.block_until_ready(kept.read)
-        return kept.answer._replace(params=snapshot.params)
+        notices = self._core.notices_for(self.worker)
+        return kept.answer._replace(params=snapshot.params, notices=notices)
 
     def answer(self, sequence: int, timeout: float | None = None) -> KeptAnswer | None:
         """Return the answer to an exchange as the center keeps it.

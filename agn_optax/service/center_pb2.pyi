@@ -251,7 +251,7 @@ class PullRequest(_message.Message):
     def __init__(self, wait: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace", "held")
+    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace", "held", "notices")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +261,7 @@ class Snapshot(_message.Message):
     NORM_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
     sequence: int
@@ -270,7 +271,8 @@ class Snapshot(_message.Message):
     norm: float
     pace: float
     held: float
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ..., held: _Optional[float] = ...) -> None: ...
+    notices: _containers.RepeatedCompositeFieldContainer[Notice]
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ..., held: _Optional[float] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("missing",)

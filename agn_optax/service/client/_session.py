@@ -336,6 +336,7 @@ class RemoteSession(Session):
             max(seconds, 0.0),
             self._remote.expected,
             self._link.detour,
+            self._remote.connection.round_trip,
         )
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -229,6 +229,7 @@ class Assembly:
         self._closers: dict[int, Callable[[], None]] = {}  # by process
         self._shares: dict[int, Share] = {}  # by process, of all that have joined
         self._checking, self._is_checked = threading.Lock(), False
+        self._notices: dict[int, Mapping[str, str]] = {}  # the last ones, by process
         # The exchange under way.
         self._key: Key = (-1, 0)
         self._about: Submission | None = None  # plain fields, equal in all processes
@@ -317,6 +318,19 @@ class Assembly:
             if len(shares) == self.processes:
                 _check_cover([share.owned for share in shares], schema)
                 self._is_checked = True
+
+    def add_notices(self, process: int, texts: Mapping[str, str]) -> dict[str, str]:
+        """Keep a process's notices, and return those of all processes, by check.
+
+        If several processes have the same notice, it is that of the first of them.
+        """
+        with self._changed:
+            self._notices[process] = texts
+            return {
+                check: f"process {number}: {text}"
+                for number, found in sorted(self._notices.items(), reverse=True)
+                for check, text in found.items()
+            }
 
     # An exchange.
 
@@ -532,6 +546,10 @@ class Part:
     def end(self) -> None:
         """Receive no more of a message."""
         self._assembly.end(self._share.process, self)
+
+    def add_notices(self, texts: Mapping[str, str]) -> dict[str, str]:
+        """Add this process's notices to the others: see `Assembly.add_notices`."""
+        return self._assembly.add_notices(self._share.process, texts)
 
     def submit(self, submission: Submission) -> None:
         """Add this process's pieces to the message."""
