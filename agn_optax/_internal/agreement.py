@@ -51,8 +51,8 @@ class Processes:
         Raises:
           CenterError: another process did not call this in time.
         """
+        self._set(f"{key}/{self.index}", value)
         if self.index:
-            self._set(f"{key}/{self.index}", value)
             return self._get(f"{key}/all", key, 0, 2 * timeout)
         values, end, missing = [value], time.monotonic() + timeout, None
         for index in range(1, len(self)):
@@ -68,6 +68,15 @@ class Processes:
         self._set(f"{key}/all", values)
         self._forget(key)
         return values
+
+    def peek(self, key: str, index: int) -> Any:
+        """Return the value that a process has given to `gather`; None if none yet."""
+        try:
+            return json.loads(
+                _client().key_value_try_get(f"{self._name}/{key}/{index}")
+            )
+        except Exception:  # of the runtime, whose type is not public
+            return None
 
     def share(self, key: str, value: Any, timeout: float) -> Any:
         """Return the first process's value in all processes; others are ignored."""

@@ -331,6 +331,16 @@ class ShardedSession(Session):
         self._must_restart = False  # whether shards may differ about a message
 
     @property
+    def while_missing(self) -> Any:
+        """The function of that name of `RemoteSession`, the same for all shards."""
+        return self._sessions[0].while_missing  # type: ignore[attr-defined]
+
+    @while_missing.setter
+    def while_missing(self, check: Any) -> None:
+        for session in self._sessions:
+            session.while_missing = check  # type: ignore[attr-defined]
+
+    @property
     def resume_token(self) -> Any:
         """The `Session.resume_token` of every shard."""
         return [session.resume_token for session in self._sessions]

@@ -17,7 +17,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -46,6 +46,8 @@ PyTree = Any
 Record = TypeVar("Record", Snapshot, Answer)
 
 _SHORT = 1.0  # s
+# Errors that give way to others, and to those of lower ranks.
+_RANKS = {"CenterUnreachableError": 1, "CenterClosedError": 1, "CenterError": 2}
 _joins = itertools.count()  # the same in all processes, which make the same calls
 
 
@@ -261,6 +263,19 @@ class ProcessesSession(Session):
     ) -> tuple[Record, list[Any]]:
         """Return what this process got, and the versions that all processes got."""
         begin, got = time.monotonic(), []
+        key = f"exchange {sequence}, agreement {next(self._agreements)}"
+
+        def check(missing: Sequence[int]) -> None:
+            """Raise if a process for whose pieces the center waits has failed."""
+            for index in missing:
+                outcome = self.processes.peek(key, index)
+                if outcome is not None and "error" in outcome:
+                    raise errors.CenterError(
+                        f"process {self.processes.indices[index]} of this worker has "
+                        f"failed: {outcome['error'][1]}"
+                    )
+
+        self._session.while_missing = check
 
         def once() -> Any:
             got.append(attempt())
@@ -268,11 +283,11 @@ class ProcessesSession(Session):
 
         versions = _all_results(
             self.processes,
-            f"exchange {sequence}, agreement {next(self._agreements)}",
+            key,
             once,
             # Another process may receive more, or over a slower connection.
             lambda failure: (
-                self.limit + (0 if failure else 4 * (time.monotonic() - begin))
+                2 * self.limit if failure else self.limit + 4 * _since(begin)
             ),
         )
         return got[0], versions
@@ -351,8 +366,8 @@ def _all_results(
 ) -> list[Any]:
     """Call a function in all processes; return the results of all, or raise in all.
 
-    If the function raises in several processes, an error that ends the exchange comes
-    before a lost connection, after which it is repeated.
+    If several processes raise, an error that ends the exchange comes before a lost
+    connection, after which it is repeated, and before a process that was missed.
     """
     failure: BaseException | None = None
     outcome: dict[str, Any] = {}
@@ -365,7 +380,7 @@ def _all_results(
     has_missed = type(failure) is errors.CenterError
     everyone = processes.gather(key, outcome, _SHORT if has_missed else limit(failure))
     failed = [
-        (name == "CenterUnreachableError", index, name, text)
+        (_RANKS.get(name, 0), index, name, text)
         for index, other in enumerate(everyone)
         for name, text in [other.get("error", ("", ""))]
         if name
@@ -377,6 +392,10 @@ def _all_results(
         raise failure
     message = f"process {processes.indices[index]} of this worker: {text}"
     raise getattr(errors, name, errors.CenterError)(message) from failure
+
+
+def _since(begin: float) -> float:
+    return time.monotonic() - begin
 
 
 def _tuples(value: Any) -> Any:

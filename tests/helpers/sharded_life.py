@@ -1,6 +1,7 @@
 """One process of a sharded worker that makes exchanges until it has made enough.
 
 python sharded_life.py COORDINATOR PROCESSES PROCESS NAME ADDRESS ELEMENTS EXCHANGES
+    [TIMEOUT]
 
 Every message adds 1 to each element of the center, so that the center's parameters say
 how many were applied. The first process prints the number of each exchange.
@@ -29,7 +30,8 @@ def shapes(elements):
 
 
 def main():
-    coordinator, count, process, name, address, elements, exchanges = sys.argv[1:]
+    coordinator, count, process, name, address, elements, exchanges = sys.argv[1:8]
+    timeout = float(sys.argv[8]) if len(sys.argv) > 8 else 60.0
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(
         coordinator,
@@ -46,7 +48,7 @@ def main():
         )()
         for key, shape in shapes(int(elements)).items()
     }
-    with service.connect(address, RULE, timeout=60.0) as center:
+    with service.connect(address, RULE, timeout=timeout) as center:
         worker = agn_optax.Worker(center, optax.sgd(0.5), period=2, name=name)
 
         @jax.jit

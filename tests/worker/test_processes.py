@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
-from helpers import ports, sharded_mistakes, sharded_worker
+from helpers import ports, sharded_life, sharded_mistakes, sharded_worker
+from helpers.network import Proxy
 from helpers.sharded_worker import SCENARIOS
 from helpers.support import assert_identical
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import service
@@ -189,6 +192,32 @@ def test_every_rule_codec_and_setting_equals_one_process():
 )
 def test_every_layout_equals_one_process(count, layout):
     check(count, layout, sorted(set(ALONE) - BY_BLOCKS))
+
+
+@pytest.mark.slow
+def test_worker_survives_an_outage_of_one_of_its_processes():
+    rule, coordinator, timeout = sharded_life.RULE, ports.free_address(), 60.0
+    with service.serve(rule, direct_address=False) as server, Proxy() as proxy:
+        host, _, port = server.address.rpartition(":")
+        through = f"{host}:{proxy.forward((host, int(port)))}"
+        program = [sharded_life.__file__, coordinator, "2"]
+        processes = start(
+            [*program, str(i), "anna", address, "4096", "60", str(timeout)]
+            for i, address in enumerate([server.address, through])
+        )
+        center = server.center
+        wait_until(lambda: center.core.is_initialized and center.version > 3)
+        begin = time.monotonic()
+        proxy.cut()
+        time.sleep(4.0)  # longer than the two seconds for which a call is retried
+        proxy.mend()
+        version = center.version
+        wait_until(lambda: center.version > version)
+        assert time.monotonic() - begin < timeout  # nobody waited for the timeout
+        results_of(processes)
+        found = center.pull()
+    for leaf in found.params.values():
+        np.testing.assert_array_equal(leaf, float(found.version))
 
 
 MISTAKES = {

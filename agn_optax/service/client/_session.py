@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,8 @@ class RemoteSession(Session):
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._share = share
+        # Called with the processes for whose pieces the center waits; may raise.
+        self.while_missing: Callable[[Sequence[int]], object] = lambda missing: None
         self._piece_schemas: WireSchemas | None = None
         self._missing_since = math.inf  # time since which other processes are missing
         # The number of the exchange in flight, and its frame.
@@ -312,6 +314,7 @@ class RemoteSession(Session):
         if not waiting.missing:
             self._missing_since = math.inf
             return False
+        self.while_missing(waiting.missing)
         self._missing_since = min(self._missing_since, now)
         if now - self._missing_since >= timeout:
             self._missing_since = math.inf

@@ -11,145 +11,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from agn_optax import errors
 from agn_optax.center import (
-    Answer,
     Core,
     KeptAnswer,
     LocalSession,
-    Region,
     Share,
     Submission,
-    Version,
-    outside,
-    uncovered,
 )
-from agn_optax.round import steps as rounds
-from agn_optax.rules import Rule
-from agn_optax.service import center_pb2 as pb
-from agn_optax.service.security._call_limits import CHIEF_TIMEOUT
 from agn_optax.service.server._center_frames import CenterFrames
-from agn_optax.service.wire import _pieces, _trees
+from agn_optax.service.server._whole import Whole, check_cover, check_regions
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame, FrameReader
-from agn_optax.service.wire._schema import Schema
-from agn_optax.service.wire._submission import snapshot_of
 
 PyTree = Any
 Key = tuple[int, int]  # sequence number of an exchange, and its attempt
-
-
-class Whole:
-    """A buffer in which the pieces of a whole tree are put together.
-
-    Args:
-      schema: schema of the tree.
-      buffers: where the buffer is taken from.
-    """
-
-    def __init__(self, schema: Schema, buffers: Buffers) -> None:
-        self.schema = schema
-        self.buffer = buffers.take(schema.size)
-        schema.clear_gaps(self.buffer)
-        self.views = schema.views(self.buffer)
-
-    def places(self, regions: Sequence[Region]) -> list[np.ndarray]:
-        """Return views of regions, whose leaves are numbered as in the schema."""
-        return [self.views[region.leaf][region.slices] for region in regions]
-
-    def write(self, regions: Sequence[Region], arrays: Sequence[Any]) -> None:
-        """Write arrays to their regions."""
-        for place, array in zip(self.places(regions), arrays, strict=True):
-            place[...] = array
-
-
-class FirstParameters:
-    """The first parameters of a center, while a chief's processes send their pieces.
-
-    Args:
-      buffers: buffers.
-    """
-
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
-        self._changed = threading.Lock()
-        self._group = ""  # id of the chief's processes
-        self._received = -math.inf  # time when its last pieces came; monotonic seconds
-        self._whole: Whole | None = None
-        self._owned: dict[int, tuple[Region, ...]] = {}  # by process
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no process waits for others of its chief."""
-        return self._whole is None
-
-    def forget(self) -> None:
-        """Release the pieces of a chief that has failed."""
-        self._whole = None
-
-    def places(self, share: Share, schema: Schema) -> list[np.ndarray]:
-        """Return the arrays into which a process's pieces are received.
-
-        Raises:
-          CenterBusyError: another chief is sending its first parameters.
-          InvalidArgumentError: other processes have parameters of another schema.
-        """
-        now = time.monotonic()
-        with self._changed:
-            if self._group != share.group or self._whole is None:
-                if self._whole is not None and now - self._received < CHIEF_TIMEOUT:
-                    raise other_chief()
-                self._group, self._owned = share.group, {}
-                self._whole = Whole(schema, self._buffers)
-            if difference := schema.difference(
-                self._whole.schema,
-                f"process {share.process} has",
-                "another process has",
-            ):
-                self._whole = None
-                raise errors.InvalidArgumentError(
-                    "the processes of a chief disagree about the parameters: "
-                    f"{difference}"
-                )
-            self._received = now
-            return self._whole.places(share.owned)
-
-    def add(self, share: Share) -> PyTree:
-        """Record that a process's pieces are there; return the parameters once all are.
-
-        Raises:
-          InvalidArgumentError: the shares do not cover each leaf once.
-        """
-        with self._changed:
-            whole, self._received = self._whole, time.monotonic()
-            if self._group != share.group or whole is None:
-                return None
-            self._owned[share.process] = share.owned
-            if len(self._owned) < share.processes:
-                return None
-            self._whole = None
-            _check_cover(self._owned.values(), whole.schema)
-        return _trees.build(whole.schema, whole.views)
-
-
-def other_chief() -> errors.CenterBusyError:
-    """Return the error of a chief that comes while another one sends.
-
-    The client retries until its timeout, because the other chief may fail.
-    """
-    return errors.CenterBusyError(
-        "another worker is initializing this center; try again"
-    )
 
 
 class Groups:
@@ -208,6 +87,10 @@ class Assembly:
       worker: the worker's name.
       session_id: the session id.
       share: the share of one of its processes.
+
+    Attributes:
+      group, processes, worker, session_id, frames: as given.
+      is_closed: whether the session has ended or was replaced.
     """
 
     def __init__(
@@ -220,9 +103,10 @@ class Assembly:
         share: Share,
     ) -> None:
         self.group, self.processes = share.group, share.processes
-        self.is_closed = False  # whether its session has ended or was replaced
+        self.is_closed = False
         self.worker, self.session_id = worker, session_id
-        self._core, self._frames, self._buffers = core, frames, buffers
+        self.frames = frames
+        self._core, self._buffers = core, buffers
         self._changed = threading.Condition()
         self._session: LocalSession
         self._joins = 0  # number of joins of all processes
@@ -245,7 +129,7 @@ class Assembly:
 
     def join(
         self, share: Share, close_connection: Callable[[], None], **how: Any
-    ) -> Part:
+    ) -> None:
         """Let a process join, or join again after its connection broke.
 
         Arguments other than ``share`` are those of `Core.join`.
@@ -277,7 +161,6 @@ class Assembly:
             self._changed.notify_all()
         if close_old is not None:
             close_old()
-        return Part(self, share, close_connection)
 
     def _close(self, number: int) -> None:
         """Close all connections, because the session has ended or was replaced."""
@@ -312,11 +195,11 @@ class Assembly:
         with self._checking:
             if self._is_checked:
                 return
-            shares, schema = [*self._shares.values()], self._frames.schemas.center
+            shares, schema = [*self._shares.values()], self.frames.schemas.center
             for share in shares:
                 check_regions(share, schema)
             if len(shares) == self.processes:
-                _check_cover([share.owned for share in shares], schema)
+                check_cover([share.owned for share in shares], schema)
                 self._is_checked = True
 
     def add_notices(self, process: int, texts: Mapping[str, str]) -> dict[str, str]:
@@ -383,7 +266,7 @@ class Assembly:
             whole = None
             is_needed = self._key == key and process not in self._written
             if is_needed and not (is_over or self.is_closed or self._failure):
-                schema = self._frames.assembled_schema(dtype)
+                schema = self.frames.assembled_schema(dtype)
                 whole = self._whole = self._whole or Whole(schema, self._buffers)
                 if whole.schema.hash != schema.hash:
                     raise self._disagreement(
@@ -421,8 +304,8 @@ class Assembly:
             is_last = len(self._arrived) == self.processes and not is_over
             whole, self._whole = self._whole, None if is_last else self._whole
         if is_last and not self.is_closed:
-            whole = whole or Whole(self._frames.assembled_schema(""), self._buffers)
-            contribution = self._frames.assembled(whole.schema, whole.buffer)
+            whole = whole or Whole(self.frames.assembled_schema(""), self._buffers)
+            contribution = self.frames.assembled(whole.schema, whole.buffer)
             try:
                 self.check()
                 self._session.submit(submission._replace(contribution=contribution))
@@ -509,178 +392,6 @@ class Assembly:
     def wait_until_kept(self, kept: KeptAnswer) -> None:
         """Wait until an answer is on disk: see `LocalSession.wait_until_kept`."""
         self._session.wait_until_kept(kept)
-
-
-class Part:
-    """One process's connection to its `Assembly`, used like a `LocalSession`.
-
-    It also converts the process's pieces to frames, like `CenterFrames`.
-
-    Args:
-      assembly: the assembly.
-      share: the process's share.
-      closer: closes the connection.
-    """
-
-    def __init__(
-        self, assembly: Assembly, share: Share, closer: Callable[[], None]
-    ) -> None:
-        self._assembly, self._share, self._closer = assembly, share, closer
-        self.worker, self.session_id = assembly.worker, assembly.session_id
-        self._key: Key = (0, 0)
-        self._dtype = ""  # of the message
-
-    @property
-    def is_first(self) -> bool:
-        """True for the process whose exchanges count as those of the worker."""
-        return self._share.process == 0
-
-    # As a session.
-
-    def begin(self, message: pb.Message) -> None:
-        """Begin to receive a message."""
-        self._key = message.sequence, message.attempt
-        self._dtype = message.dtype
-        self._assembly.begin(self._share.process, self._key, self)
-
-    def end(self) -> None:
-        """Receive no more of a message."""
-        self._assembly.end(self._share.process, self)
-
-    def add_notices(self, texts: Mapping[str, str]) -> dict[str, str]:
-        """Add this process's notices to the others: see `Assembly.add_notices`."""
-        return self._assembly.add_notices(self._share.process, texts)
-
-    def submit(self, submission: Submission) -> None:
-        """Add this process's pieces to the message."""
-        if submission.contribution is not None:  # else `receive` has written them
-            shapes = tuple((leaf.shape, leaf.dtype) for leaf in self._like())
-            pieces = _decode(self._assembly._frames.rule, shapes)(
-                submission.contribution
-            )
-            with self._writing() as whole:
-                if whole is not None:
-                    whole.write(self._share.owned, pieces)
-        self._assembly.add(self._share, self._key, submission.checked())
-
-    def answer(self, sequence: int, timeout: float) -> KeptAnswer | None:
-        """Return the answer to this process's exchange: see `LocalSession.answer`."""
-        assert self._key[0] == sequence
-        return self._assembly.answer(self._key, timeout)
-
-    def fail(self, error: Exception) -> None:
-        """Let the exchange fail in all processes."""
-        self._assembly.fail(self._key, error)
-
-    def missing(self) -> list[int]:
-        """Return the processes for whose pieces this one waits."""
-        return self._assembly.missing(self._key)
-
-    def wait_for_processes(self, timeout: float) -> list[int]:
-        """Wait for the other processes: see `Assembly.wait_for_processes`."""
-        return self._assembly.wait_for_processes(timeout)
-
-    def wait_until_kept(self, kept: KeptAnswer) -> None:
-        """Wait until an answer is on disk: see `LocalSession.wait_until_kept`."""
-        self._assembly.wait_until_kept(kept)
-
-    def acknowledge(self, sequence: int) -> None:
-        """Record that this process has its answer."""
-        self._assembly.acknowledge(self._share.process, sequence)
-
-    def disconnect(self) -> None:
-        """Report a broken connection."""
-        self._assembly.disconnect(self._share.process, self._closer)
-
-    # As frames.
-
-    @functools.cached_property
-    def schemas(self) -> _trees.WireSchemas:
-        """The schemas of this process's messages and answers."""
-        self._assembly.check()
-        frames = self._assembly._frames
-        return _pieces.piece_schemas(
-            frames.rule, frames.schemas.center, self._share
-        ).schemas
-
-    is_flat = False  # an answer is not copied over its message
-
-    def message_schema(self, message: pb.Message) -> Schema:
-        """Return the schema of a message: see `CenterFrames.message_schema`."""
-        if not message.sequence:
-            return Schema([])
-        return self._assembly._frames.checked_schema(message, self.schemas.message)
-
-    def receive(self, schema: Schema, reader: FrameReader) -> PyTree:
-        """Receive this process's pieces of a message, and write them to the message.
-
-        Encoded pieces are returned instead, for `submit` to decode and write them.
-        """
-        frames = self._assembly._frames
-        if not schema.leaves:
-            reader.read_buffer(schema, "a message")
-            return None
-        if not frames.sends_elements:
-            like = rounds.contribution_like(frames.rule, self._like())
-            buffer = reader.read_buffer(schema, "a message")
-            return _trees.build(schema, schema.views(buffer), like)
-        with self._writing() as whole:
-            if whole is None:
-                reader.read_buffer(schema, "a message")
-            else:
-                places = whole.places(self._share.owned)
-                reader.read_into(schema, places, "a message")
-        return None
-
-    def _writing(self) -> contextlib.AbstractContextManager[Whole | None]:
-        return self._assembly.writing(self._share.process, self._key, self._dtype)
-
-    def _like(self) -> list[jax.ShapeDtypeStruct]:
-        """Return this process's own pieces of the center, abstract."""
-        dtypes = self._assembly._frames.schemas.center.numpy_dtypes
-        return [
-            jax.ShapeDtypeStruct(r.shape, dtypes[r.leaf]) for r in self._share.owned
-        ]
-
-    def answer_frame(self, version: Version, answer: Answer) -> Frame:
-        """Return the frame with this process's pieces of an answer."""
-        # The first center is sent exactly, as by a pull.
-        schema = self.schemas.answer if answer.sequence else self.schemas.center
-        leaves = self._assembly._frames.host_leaves(version)
-        arrays = [leaves[r.leaf][r.slices] for r in self._share.wanted]
-        snapshot = snapshot_of(answer, schema_hash=schema.hash)
-        return Frame(pb.Header(snapshot=snapshot), schema, arrays)
-
-
-@functools.lru_cache(maxsize=64)
-def _decode(rule: Rule, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> Any:
-    """Return a program that decodes a list of pieces of these shapes and dtypes."""
-
-    def decode(pieces: PyTree) -> PyTree:
-        like = [jnp.zeros(shape, dtype) for shape, dtype in shapes]
-        return rounds.decode(rule, pieces, like)
-
-    return jax.jit(decode)
-
-
-def check_regions(share: Share, schema: Schema) -> None:
-    """Check that the regions of a share are within the leaves of a schema.
-
-    Raises:
-      InvalidArgumentError: one of them is not.
-    """
-    shapes = [leaf.shape for leaf in schema.leaves]
-    if problem := outside([*share.owned, *share.wanted], shapes):
-        raise errors.InvalidArgumentError(f"{problem}, which a process has joined with")
-
-
-def _check_cover(owned: Any, schema: Schema) -> None:
-    regions = [region for of_process in owned for region in of_process]
-    if problem := uncovered(regions, [leaf.shape for leaf in schema.leaves]):
-        raise errors.InvalidArgumentError(
-            f"the processes of a worker must own every element once: {problem}. The "
-            f"leaves are {[leaf.path for leaf in schema.leaves][:8]}, ..."
-        )
 
 
 def _difference(one: Submission, other: Submission) -> str:

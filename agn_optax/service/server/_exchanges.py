@@ -15,8 +15,8 @@ from agn_optax._internal import in_background
 from agn_optax.center import Core, KeptAnswer, LocalSession, Submission
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import WAITING_INTERVAL
-from agn_optax.service.server._assembly import Part
 from agn_optax.service.server._center_frames import CenterFrames
+from agn_optax.service.server._part import Part
 from agn_optax.service.server._status import Traffic, WorkerTraffic
 from agn_optax.service.wire._frames import Frame, FrameReader
 from agn_optax.service.wire._schema import Schema

@@ -19,18 +19,17 @@ from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service.security._access import Authenticator, Caller
 from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._rate_limits import MAX_WAIT
-from agn_optax.service.server._assembly import (
-    Assembly,
-    FirstParameters,
-    Groups,
-    Part,
-    check_regions,
-    other_chief,
-)
+from agn_optax.service.server._assembly import Assembly, Groups
 from agn_optax.service.server._center_frames import CenterFrames
 from agn_optax.service.server._exchanges import WAITING, Exchanges, waiting_for
+from agn_optax.service.server._first_parameters import (
+    FirstParameters,
+    other_chief,
+)
+from agn_optax.service.server._part import Part
 from agn_optax.service.server._settings import Limits
 from agn_optax.service.server._status import WorkerTraffic
+from agn_optax.service.server._whole import check_regions
 from agn_optax.service.wire import _pieces, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._fingerprint import fingerprint
@@ -357,7 +356,7 @@ class Servicer:
                 assembly = Assembly(
                     self.core, self._frames, self.buffers, worker, session_id, share
                 )
-            part = assembly.join(
+            assembly.join(
                 share,
                 context.cancel,
                 resume=bool(join.center),
@@ -365,7 +364,7 @@ class Servicer:
             )
             self._assemblies = {**kept, worker: assembly}
             self._groups.join(worker, session_id, share.group)
-        return part
+        return Part(assembly, share, context.cancel)
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Record the heartbeats of workers."""
