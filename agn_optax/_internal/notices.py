@@ -40,6 +40,7 @@ class Thresholds:
         others.
       apart: messages in a row that point away from those of the other workers.
       one_by_one: workers whose messages are applied one by one, by a rule for rounds.
+      slow_link: factor by which a worker exchanges slower than the others.
       not_on_disk: failures to write the center to disk.
       unrecorded_steps: exchanges in a row whose local steps did not reach the record.
       miscounted_steps: factor between the local steps in the record of a round and
@@ -69,6 +70,7 @@ class Thresholds:
     other_norm: float | None = 100.0
     apart: int | None = 10
     one_by_one: int | None = 2
+    slow_link: float | None = 10.0
     not_on_disk: int | None = 1
     unrecorded_steps: int | None = 2
     miscounted_steps: float | None = 2.0
@@ -156,6 +158,17 @@ CHECKS = {
         "the center optimizer by the number of workers. If you have, or if the "
         "optimizer is for messages that are applied one by one, as those of "
         "agn_optax.center_optimizers, set this threshold to None (--warn-one-by-one 0)",
+    ),
+    "slow_link": Check(
+        "center",
+        "the best of a worker's last five exchanges moved bytes {threshold:g} times "
+        "slower than the other workers do (the median of their best), and took 0.1 s "
+        "longer than at their rate; not in shared memory",
+        "worker {worker!r} exchanges {route} at {rate:.3g} MB/s, {value:.3g} times "
+        "slower than the other workers ({others:.3g} MB/s)",
+        "run agn-optax doctor from the worker's machine: its route may be a slower "
+        "network. If its link is slow, take overlap=True, a longer period for this "
+        "worker or a codec",
     ),
     "not_on_disk": Check(
         "center",

@@ -32,6 +32,7 @@ from agn_optax import errors
 from agn_optax._internal import Notice, Notices, check, combinations, in_background
 from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
+from agn_optax.center._links import Links
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState, Store, Version, log_version
@@ -90,6 +91,7 @@ class Core:
       ledger: the ledger; read it only under `atomically`.
       keeper: saves the center on disk; None without a durability.
       notices: what goes wrong now.
+      links: the rates of workers over a network; only a server knows them.
     """
 
     def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
@@ -106,6 +108,7 @@ class Core:
         # Workers of an elastic rule spread around the center: their messages differ.
         compares = self.notices.threshold("apart") and rule.adopts == "after"
         self._inspector = Inspector(self.notices, compares=bool(compares))
+        self.links = Links(self.notices)
         self._next_look = 0.0  # time, s
         self._measure_one_by_one()
         self._dtype = check.float_dtype(settings.dtype, "dtype")

@@ -97,6 +97,8 @@ def a_worker(name, **values):
         "stalled": None,
         "staleness": 7,
         "transport": "memory",
+        "interface": "",
+        "rate": 2.5e9,
         "seen": 0.4,
         "period": 100,
         "rejected": 0,

@@ -386,6 +386,36 @@ def test_notices_of_the_shards_of_a_center_reach_its_workers():
         assert [n.check for n in worker.notices] == ["lost_messages"]
 
 
+def test_link_that_is_slow_from_the_start_is_said_by_comparison(served):
+    offers = sessions.servicer(served).offers
+    with (
+        network.Network(served, "socket", SLOW) as between,
+        service.connect(between.address, RULE, transports=["socket"]) as far,
+        service.connect(served.address, RULE, transports=["memory"]) as near,
+        service.Observer(served.address) as observer,
+    ):
+        loop = Loop(far)
+        sessions.servicer(served).offers = offers
+        memory = Loop(near, name="ben")
+        for _ in range(8):
+            loop.exchange()
+            memory.exchange()
+            assert loop.found == []  # exchanges in shared memory are not compared
+        with service.connect(served.address, RULE, transports=["grpc"]) as third:
+            other = Loop(third, name="carl")
+            other.exchange(6)
+            notice = loop.exchange_until_found("slow_link", most=2)
+            assert notice.worker == "anna"
+            assert "exchanges by 'socket' over interface 'lo' at 0.4" in notice.text
+            other.exchange()
+            assert other.found == []
+            workers = {w["name"]: w for w in observer.status()["workers"]}
+    assert workers["anna"]["interface"] == "lo"
+    assert 0.3e6 < workers["anna"]["rate"] <= SLOW
+    assert workers["ben"]["interface"] == ""
+    assert workers["carl"]["rate"] > 10 * SLOW
+
+
 @pytest.mark.parametrize("speaking", [0, 1])
 def test_notices_of_every_process_of_a_worker_reach_the_center(served, speaking):
     with pieces.pod(served.address, RULE, pieces.row_shares(PARAMS, 2)) as worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -24,6 +25,7 @@ from agn_optax.service.wire._submission import submission_of
 
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
 _MAX_NAMED = 64  # processes for which another one waits
+_MAX_NAME = 64  # characters of an interface's name
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 
 
@@ -137,6 +139,7 @@ class Exchanges:
         self._count(schema, stack, traffic, arrival)
         submission = submission_of(message, self._frames.contribution(schema, buffer))
         self._keep_reports(submission, traffic)
+        self._keep_link(message, session.worker, traffic)
         self._core.notices.take(session.worker, submission.notices or {})
         submit = functools.partial(session.submit, submission)
         if schema.hash not in self._compiled:  # compilation may take minutes
@@ -182,6 +185,7 @@ class Exchanges:
                 self._core.notices.take(part.worker, notices)
             if part.is_first and message.sequence:
                 self._keep_reports(submission, traffic)
+                self._keep_link(message, part.worker, traffic)
             # The last process compiles the programs, which may take minutes.
             yield from _in_background(functools.partial(part.submit, submission))
             while (kept := part.answer(message.sequence, WAITING_INTERVAL)) is None:
@@ -205,6 +209,18 @@ class Exchanges:
         """Keep the numbers that a worker reports: each message has all of them."""
         traffic.period = submission.steps
         traffic.reported = dict(submission.reported or {})
+
+    def _keep_link(self, message: pb.Message, worker: str, traffic: Traffic) -> None:
+        """Keep how a worker's last exchange travelled, and compare it with others'."""
+        last = message.transfer
+        if not (last.nbytes and 0.0 < last.seconds < math.inf):
+            return
+        traffic.interface = last.interface[:_MAX_NAME]
+        traffic.rate = last.nbytes / last.seconds
+        if traffic.transport != "memory":
+            over = f" over interface {traffic.interface!r}" if last.interface else ""
+            route = f"by {traffic.transport!r}{over}"
+            self._core.links.add(worker, route, last.nbytes, last.seconds)
 
     @contextmanager
     def counting(self, name: str) -> Iterator[None]:
