@@ -99,13 +99,13 @@ class ExchangeChecks:
         """
         self._empty = 0 if steps else self._empty + 1
         empty = self._empty if self._needs_steps else None
-        self._compare("unrecorded_steps", empty, counted=counted)
+        self._measure("unrecorded_steps", empty, counted=counted)
         value: float | None
         if steps > counted:
             value, length = math.inf, "longer"
         else:
             value, length = counted / steps if steps else None, "shorter"
-        self._compare(
+        self._measure(
             "miscounted_steps", value, steps=steps, counted=counted, length=length
         )
 
@@ -119,7 +119,7 @@ class ExchangeChecks:
         self._residual = residual
         value = residual / usual if usual else math.inf
         is_growing = self._growing >= _GROWS_FOR
-        self._compare(
+        self._measure(
             "residual", value if is_growing else None, norm=residual, usual=usual
         )
 
@@ -131,7 +131,7 @@ class ExchangeChecks:
         if slowest is None:
             return
         factor, link, seconds = slowest
-        self._compare("slow_exchange", factor, link=link, seconds=seconds)
+        self._measure("slow_exchange", factor, link=link, seconds=seconds)
 
     def _log_route(self, transfer: Transfer) -> None:
         """Log how a worker exchanges, at first and when that changes."""
@@ -188,9 +188,9 @@ class ExchangeChecks:
             times = self._other_routes[transfer.address] = before + 1 if wanted else 0
             found = max(found, (times, _route(transfer), wanted))
         times, link, wanted = found
-        self._compare("other_link", times, link=link, expected=wanted)
+        self._measure("other_link", times, link=link, expected=wanted)
 
-    def _compare(self, name: str, value: float | None, **values: object) -> None:
+    def _measure(self, name: str, value: float | None, **values: object) -> None:
         self.notices.measure(name, value, self._worker, **values)
 
 

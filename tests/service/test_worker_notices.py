@@ -458,30 +458,74 @@ def test_link_far_away_is_as_fast_as_its_given_rate(caplog):
     assert "by 'socket' over interface 'lo': 0.2 MB at " in lines[0]
 
 
-def test_residual_of_messages_that_are_all_dropped_is_said():
+def steps_are_not_recorded(thresholds):
+    rule, of_center = shared.agn(shared.sgd(0.1)), Thresholds(still_center=None)
+    center = agn_optax.LocalCenter(rule, PARAMS, thresholds=of_center)
+    loop = Loop(center, thresholds=thresholds)
+    for _ in range(8):  # the state does not pass through worker.tx
+        loop.params, loop.state = loop.worker.exchange(loop.params, loop.state)
+        jax.block_until_ready(loop.state)
+    return loop.worker.notices
+
+
+def steps_are_counted_three_times(thresholds):
+    loop = Loop(agn_optax.LocalCenter(RULE, PARAMS), thresholds=thresholds)
+    for _ in range(3):
+        updates, loop.state = loop.worker.tx.update(ONES, loop.state, loop.params)
+        loop.params, loop.state = loop.worker.exchange(
+            optax.apply_updates(loop.params, updates), loop.state, steps=3
+        )
+        jax.block_until_ready(loop.state)
+    return loop.worker.notices
+
+
+def messages_travel(*transfers):
+    def travel(thresholds):
+        checks = ExchangeChecks("anna", RULE, thresholds)
+        for transfer in transfers:
+            checks.after_exchange([transfer])
+        return checks.notices.current()
+
+    return travel
+
+
+def all_messages_are_dropped(thresholds):
     """The center drops them as too stale, and error feedback adds them up."""
     rule = shared.downpour(codec=codecs.error_feedback(codecs.cast("bfloat16")))
     center = agn_optax.LocalCenter(rule, PARAMS, mode=BoundedStaleness(0))
-    loop, other = Loop(center), Loop(center, name="ben")
+    loop, other = Loop(center, thresholds=thresholds), Loop(center, name="ben")
     for number in range(1, 11):
         other.exchange()
         loop.exchange()
         assert loop.worker.dropped == number
-    assert loop.found == ["lost_messages", "residual"]
+    return [n for n in loop.worker.notices if n.check != "lost_messages"]
 
 
-@pytest.mark.parametrize("threshold", [None, 0, 1e9])
-def test_worker_says_nothing_below_its_thresholds(threshold, caplog):
-    names = ("unrecorded_steps", "miscounted_steps", "slow_exchange", "residual")
-    off = {n: None if n == "unrecorded_steps" else threshold for n in names}
-    rule = shared.agn(shared.sgd(0.1), codec=diverging())
-    center = agn_optax.LocalCenter(rule, PARAMS, thresholds=Thresholds(still_center=0))
-    loop = Loop(center, thresholds=Thresholds(**off))
-    for _ in range(4):
-        loop.params, loop.state = loop.worker.exchange(loop.params, loop.state)
-    loop.exchange(12)
-    assert loop.found == []
-    assert not caplog.records
+USUAL = Transfer("center:1", "socket", "eth0", 10**6, 0.1)
+LATE = USUAL._replace(seconds=2.0)
+OTHERWISE = USUAL._replace(expected=ExpectedLink(transport="memory"))
+# What provokes a notice, a threshold that is reached, and one that is not.
+THRESHOLDS = {
+    "unrecorded_steps": (steps_are_not_recorded, 3, 9),
+    "miscounted_steps": (steps_are_counted_three_times, 2.9, 3.1),
+    "slow_exchange": (messages_travel(USUAL, *[LATE] * 5), 19.9, 20.1),
+    "other_link": (messages_travel(*[OTHERWISE] * 3), 3, 4),
+    "residual": (all_messages_are_dropped, 4, 6),
+}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_threshold_of_a_worker_can_be_changed(name, caplog):
+    provoke, reached, beyond = THRESHOLDS[name]
+    remedy = notices.CHECKS[name].remedy
+    for changed in ({}, {name: reached}):
+        found = provoke(Thresholds(**changed))
+        assert [notice.check for notice in found] == [name]
+        assert remedy in caplog.text
+        caplog.clear()
+    for threshold in (beyond, None, 0):
+        assert provoke(Thresholds(**{name: threshold})) == []
+        assert remedy not in caplog.text
 
 
 def test_thresholds_of_another_type_are_an_error():
