@@ -1,5 +1,5 @@
 # All targets run in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test slow anywhere nox mutants chaos fuzz lint types format bench docs proto lock clean venv
+.PHONY: help demo towers test slow anywhere nox frameworks mutants chaos fuzz lint types format bench docs proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -26,6 +26,9 @@ anywhere: venv ## run the tests in other places: other users, no HOME, no networ
 
 nox: venv ## test the wheel on the oldest and newest versions (needs Python 3.11 and 3.13)
 	@$(python) -m nox $(ARGS)
+
+frameworks: venv ## run the lines of docs/levanter.md with each framework (needs Python 3.11)
+	@$(python) -m nox --session frameworks $(ARGS)
 
 mutants: venv ## put faults into the package, one at a time, and list those no test notices
 	@$(python) -B tools/mutants.py $(ARGS)

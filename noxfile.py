@@ -7,10 +7,12 @@ off to compile faster). Options after `--` are passed to pytest:
     nox --session oldest -- tests/laws
 
 The sessions `extras` and `sdist` install the package as users do, each in an empty
-environment, and use it.
+environment, and use it. `make frameworks` runs the session `frameworks`.
 """
 
 import pathlib
+import re
+import shlex
 import shutil
 import sys
 
@@ -46,6 +48,11 @@ USES = {
 }
 
 
+# The frameworks of docs/levanter.md, which has a command that installs each. Names of
+# tests contain them, too.
+FRAMEWORKS = ("levanter", "tunix", "kauldron", "transformers")
+
+
 def make(session: nox.Session, kind: str) -> pathlib.Path:
     """Build a wheel or an sdist of the checkout in a new folder; return its path."""
     folder = pathlib.Path(session.create_tmp()).resolve()
@@ -59,10 +66,9 @@ def make(session: nox.Session, kind: str) -> pathlib.Path:
     return made
 
 
-def run_tests(session: nox.Session, *versions: str) -> None:
-    """Install the wheel with ``versions`` of other packages, and run the tests."""
-    wheel = make(session, "wheel")
-    copy = wheel.parent / "copy"
+def copy_tests(folder: pathlib.Path) -> pathlib.Path:
+    """Copy the tests to a new folder in ``folder``, and return its path."""
+    copy = folder / "copy"
     copy.mkdir()
     for name in NEEDED:
         if (HERE / name).is_dir():
@@ -70,11 +76,17 @@ def run_tests(session: nox.Session, *versions: str) -> None:
             shutil.copytree(HERE / name, copy / name, ignore=without)
         else:
             shutil.copy(HERE / name, copy)
+    return copy
+
+
+def run_tests(session: nox.Session, *versions: str) -> None:
+    """Install the wheel with ``versions`` of other packages, and run the tests."""
+    wheel = make(session, "wheel")
     project = nox.project.load_toml(HERE / "pyproject.toml")
     group = nox.project.dependency_groups(project, "dev")
     session.install(f"{wheel}[{EXTRAS}]", *group, *versions)
     session.run("pip", "list")
-    session.chdir(copy)
+    session.chdir(copy_tests(wheel.parent))
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     where = () if session.posargs else ("tests", "--pyargs", "agn_optax")
     options = ("-n", "2", "--dist", "loadfile", *where, *session.posargs)
@@ -122,3 +134,26 @@ def oldest(session: nox.Session) -> None:
 def newest(session: nox.Session) -> None:
     """Run the tests on the latest releases."""
     run_tests(session)
+
+
+@nox.session(python="3.11", default=False)
+@nox.parametrize("framework", FRAMEWORKS)
+def frameworks(session: nox.Session, framework: str) -> None:
+    """Install a framework as docs/levanter.md says, and run its tests."""
+    wheel = make(session, "wheel")
+    page = (HERE / "docs" / "levanter.md").read_text()
+    (line,) = re.findall(rf"^pip install (.*{framework}==.*)$", page, re.MULTILINE)
+    needed = line.replace("agn_optax[", f"{wheel}[")
+    session.install(*shlex.split(needed), "hypothesis", "pytest", "pytest-timeout")
+    session.run("pip", "list")
+    session.chdir(copy_tests(wheel.parent))
+    own = pathlib.Path(f"tests/examples/test_{framework}.py")
+    tests = own if own.exists() else "tests/test_frameworks.py"
+    output = session.run(
+        *("python", "-B", "-m", "pytest", tests, "-k", framework, *session.posargs),
+        env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        silent=True,  # return the output
+    )
+    session.log(output)
+    if "skipped" in output:
+        session.error(f"tests do not find {framework}")

@@ -1,6 +1,6 @@
 """Asynchronous workers, each a run of Ray Train's JaxTrainer, around one center.
 
-    pip install "ray[train]"
+    pip install "ray[train]>=2.60"
     agn-optax serve --address 0.0.0.0:5000 ...           # on any machine, for long
     python examples/on_ray_train.py --center HOST:5000 --storage /shared/folder
 

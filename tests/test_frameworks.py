@@ -1,5 +1,10 @@
-"""Frameworks that docs/levanter.md has a few lines for, where they are installed."""
+"""The lines of docs/levanter.md for some frameworks, run where these are installed.
 
+`make frameworks` installs each framework in an environment of its own.
+"""
+
+import pathlib
+import re
 import warnings
 
 import jax
@@ -16,8 +21,9 @@ import agn_optax
 # The warnings are the frameworks' own.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "levanter.md"
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-PERIOD = 5
+PERIOD, STEPS = 10, 20
 
 
 def installed(*modules):
@@ -26,8 +32,15 @@ def installed(*modules):
         return [pytest.importorskip(module, exc_type=ImportError) for module in modules]
 
 
-def drop_in():
-    return agn_optax.diloco(optax.adamw(1e-2), period=PERIOD)
+def run(framework, **names):
+    """Run the page's lines for a framework, which use ``names``; return all names."""
+    page = PAGE.read_text()
+    (section,) = re.findall(rf"^## {framework}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    (lines,) = re.findall(r"^```text\n(.*?)^```", section, re.M | re.S)
+    assert f"period={PERIOD}" in lines
+    names |= {"agn_optax": agn_optax, "optax": optax}
+    exec(compile(lines, f"docs/levanter.md, {framework}", "exec"), names)  # noqa: S102
+    return names
 
 
 def assert_adopted(params, center):
@@ -45,11 +58,16 @@ def test_tunix_trains_with_a_center_in_its_optimizer(tmp_path):
 
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     first = float(loss(model, X))
-    config = tunix.TrainingConfig(max_steps=20, eval_every_n_steps=100)
-    trainer = tunix.PeftTrainer(model, drop_in(), config).with_loss_fn(loss)
-    trainer.with_gen_model_input_fn(lambda x: {"x": x}).train([X] * 20)
-    center = agn_optax.center_params(trainer.optimizer.opt_state)
-    assert_adopted(nnx.state(model, nnx.Param), center)
+    found = run(
+        "Tunix",
+        PeftTrainer=tunix.PeftTrainer,
+        model=model,
+        config=tunix.TrainingConfig(max_steps=STEPS, eval_every_n_steps=100),
+        loss=loss,
+        inputs=lambda x: {"x": x},
+        data=[X] * STEPS,
+    )
+    assert_adopted(nnx.state(model, nnx.Param), found["center"])
     assert float(loss(model, X)) < first
 
 
@@ -69,22 +87,22 @@ def test_kauldron_trains_with_a_center_in_its_optimizer(tmp_path):
         def get_values(self, preds):
             return jnp.mean((preds - 1.0) ** 2, axis=-1, keepdims=True)
 
-    source = [{"x": row} for row in np.tile(X, (20, 1))]
+    source = [{"x": row} for row in np.tile(X, (STEPS, 1))]
     data = kd.data.py.DataSource(
         data_source=source, shuffle=False, batch_size=8, num_workers=0
     )
-    trainer = kd.train.Trainer(
-        train_ds=data,
-        model=Model(),
-        train_losses={"loss": Loss()},
-        optimizer=drop_in(),
-        num_train_steps=19,  # of the last step, counted from 0
-        workdir=tmp_path,
-        checkpointer=kd.ckpts.NoopCheckpointer(),
-    )
-    state, _ = trainer.train()
-    assert_adopted(state.params, agn_optax.center_params(state.opt_state))
-    assert int(state.opt_state.exchanges) == 4
+    settings = {
+        "train_ds": data,
+        "model": Model(),
+        "train_losses": {"loss": Loss()},
+        "num_train_steps": STEPS - 1,  # the number of the last step, counted from 0
+        "workdir": tmp_path,
+        "checkpointer": kd.ckpts.NoopCheckpointer(),
+    }
+    found = run("kauldron", kd=kd, settings=settings)
+    state = found["state"]
+    assert_adopted(state.params, found["center"])
+    assert int(state.opt_state.exchanges) == STEPS // PERIOD
 
 
 def test_flax_model_of_transformers_trains_with_a_center_in_its_optimizer(tmp_path):
@@ -96,7 +114,6 @@ def test_flax_model_of_transformers_trains_with_a_center_in_its_optimizer(tmp_pa
         vocab_size=9, hidden_size=8, intermediate_size=8, **small
     )
     model = transformers.FlaxBertForSequenceClassification(config, input_shape=(1, 4))
-    state = TrainState.create(apply_fn=model, params=model.params, tx=drop_in())
     tokens, labels = jnp.arange(8).reshape(2, 4), jnp.array([0, 1])
 
     @jax.jit
@@ -110,11 +127,20 @@ def test_flax_model_of_transformers_trains_with_a_center_in_its_optimizer(tmp_pa
         return state.apply_gradients(grads=grads), value
 
     losses = []
-    for _ in range(20):
-        state, value = step(state)
-        losses.append(float(value))
+
+    def train(state):
+        for _ in range(STEPS):
+            state, value = step(state)
+            losses.append(float(value))
+        return state
+
+    found = run(
+        "Flax models of Transformers",
+        TrainState=TrainState,
+        model=model,
+        train=train,
+        folder=tmp_path,
+    )
     assert losses[-1] < losses[0]
-    center = agn_optax.center_params(state.opt_state)
-    assert_adopted(state.params, center)
-    model.save_pretrained(tmp_path, params=center)
-    assert_adopted(type(model).from_pretrained(tmp_path).params, center)
+    saved = type(model).from_pretrained(tmp_path).params
+    assert_adopted(found["state"].params, saved)

@@ -68,3 +68,11 @@ def test_notices_of_a_worker_that_left_are_forgotten():
         measure(noticed, 10, worker)
     noticed.forget("anna")
     assert [notice.worker for notice in noticed.current()] == ["ben"]
+
+
+def test_notice_of_a_worker_is_kept_whatever_the_threshold_of_the_center():
+    noticed = Notices(Thresholds(residual=None))
+    noticed.take("anna", {"residual": "it grows"})
+    assert [notice.text for notice in noticed.current()] == ["it grows"]
+    noticed.take("anna", {})
+    assert noticed.current() == []

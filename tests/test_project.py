@@ -497,16 +497,18 @@ def test_every_check_has_a_threshold():
     assert [field.name for field in fields] == list(notices.CHECKS)
 
 
-def test_every_check_of_the_center_is_measured():
+@pytest.mark.parametrize("observer", ["center", "worker"])
+def test_every_check_is_measured_by_its_observer(observer):
     measured = {
-        ast.literal_eval(node.args[0])
-        for path in (PACKAGE / "center").rglob("*.py")
+        node.args[0].value
+        for path in (PACKAGE / observer).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func).endswith("notices.measure")
+        and ast.unparse(node.func).endswith(("notices.measure", "self._measure"))
+        and isinstance(node.args[0], ast.Constant)  # not in a method that passes it on
     }
     rows = notices.CHECKS.items()
-    assert measured == {name for name, row in rows if row.observer == "center"}
+    assert measured == {name for name, row in rows if row.observer == observer}
 
 
 def test_readme_is_short():

@@ -3,7 +3,7 @@
 - `arguments`: functions whose arguments are the fields of a dataclass
 - `check`: checks of callers' arguments
 - `combinations`: features that do not go together, with the reason
-- `notices`: what is said when training goes wrong but does not stop
+- `notices`: the checks for training that goes wrong but does not stop
 - `trees`: functions on trees that `optax.tree` lacks
 - `description`: the leaves of a tree, as data that can be compared and stored
 - `layout`: offsets of leaves in one flat buffer

@@ -6,8 +6,10 @@ of devices, it can be used on any thread, in any order, and by some of the proce
 
 from __future__ import annotations
 
+import functools
 import json
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,103 +19,164 @@ from jax._src import distributed
 from agn_optax import errors
 
 _PREFIX = "agn_optax"
+_KEPT_ROUNDS = 64  # whose keys are kept: a process may still read the newest ones
+_GRACE = 1.0  # s that the others wait longer than the first process
 
 
 class Processes:
     """The processes that work together, as one of them sees the group.
 
-    All of them must call the same methods with the same keys, once for each key.
+    They agree in rounds, which the first process ends: it publishes the values of all,
+    or that some are missing. A process that has missed rounds goes on with the newest
+    one, so that an error in one process puts none out of step for good. Use an object
+    on one thread at a time, but for `share`.
 
     Args:
       indices: indices of the processes in the job, in ascending order.
       name: a name for the keys of this group, the same in all processes.
+
+    Raises:
+      WorkerStateError: this process is not one of them.
     """
 
     def __init__(self, indices: Sequence[int], name: str) -> None:
         self.indices = tuple(indices)
-        self.index = self.indices.index(jax.process_index())
-        self._name = f"{_PREFIX}/{name}"
-        self._old: list[str] = []  # keys that all processes have read, or soon will
+        own = jax.process_index()
+        if own not in self.indices:
+            raise errors.WorkerStateError(
+                f"process {own} has no device of the worker's mesh, which has those of "
+                f"processes {list(self.indices)}"
+            )
+        self.index = self.indices.index(own)
+        self._name = f"{_PREFIX}/{'-'.join(map(str, self.indices))}/{name}"
+        self._round = 0
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def gather(self, key: str, value: Any, timeout: float) -> list[Any]:
+    @property
+    def round(self) -> int:
+        """The number of the next round, after those that this process has missed."""
+        while self._try_get(f"{self._round}/all") is not None:
+            self._round += 1
+        return self._round
+
+    def gather(self, value: Any, timeout: float, what: str) -> list[Any]:
         """Return the values of all processes, in their order.
 
-        The first process collects them and publishes the list.
-
         Args:
-          key: a key that has not been used.
           value: this process's value, serializable as JSON.
-          timeout: seconds to wait at most, for each of two steps.
+          timeout: seconds for which the first process waits for the others, and these
+            for the first one, and a second more.
+          what: a name of the round for errors.
 
         Raises:
-          CenterError: another process did not call this in time.
+          CenterError: a process did not call this in time.
         """
-        self._set(f"{key}/{self.index}", value)
-        if self.index:
-            return self._get(f"{key}/all", key, 0, 2 * timeout)
-        values, end, missing = [value], time.monotonic() + timeout, None
-        for index in range(1, len(self)):
-            try:
-                left = max(0.001, end - time.monotonic())
-                values.append(self._get(f"{key}/{index}", key, index, left))
-            except errors.CenterError as error:
-                missing = error
-                break
-        if missing is not None:  # the others need not wait any longer
-            self._set(f"{key}/all", {"missing": str(missing)})
-            raise missing
-        self._set(f"{key}/all", values)
-        self._forget(key)
-        return values
-
-    def peek(self, key: str, index: int) -> Any:
-        """Return the value that a process has given to `gather`; None if none yet."""
-        try:
-            return json.loads(
-                _client().key_value_try_get(f"{self._name}/{key}/{index}")
+        end = time.monotonic() + timeout + (_GRACE if self.index else 0.0)
+        # A name for this call: an earlier one may have left its value in this round.
+        # As JSON has it, so that it compares with the values of the others.
+        own = json.loads(json.dumps([uuid.uuid4().hex, what, value]))
+        is_included = False
+        while not is_included:
+            number = self.round
+            self._set(f"{number}/{self.index}", own)
+            if not self.index:
+                calls = self._end_round(number, own, end)
+            elif (calls := self._get(f"{number}/all", end)) is None:
+                self.forget(f"{number}/{self.index}")
+                raise self._missed([0], what, timeout)
+            # The first process may have ended the round without this call.
+            is_included = (calls[self.index] or [""])[0] == own[0]
+            self._round += 1
+        if missing := [i for i, call in enumerate(calls) if call is None]:
+            raise self._missed(missing, what, timeout)
+        if len({name for _, name, _ in calls}) > 1:
+            raise errors.CenterError(
+                "the processes of a worker are at different calls: "
+                f"{[name for _, name, _ in calls]}"
             )
-        except Exception:  # of the runtime, whose type is not public
-            return None
+        return [given for *_, given in calls]
+
+    def _end_round(self, number: int, own: Any, end: float) -> Any:
+        """Collect the calls of all processes, None for missing ones, and publish them.
+
+        Once one is missing, the others are not waited for.
+        """
+        calls = [own]
+        for index in range(1, len(self)):
+            until = 0.0 if None in calls else end
+            calls.append(self._get(f"{number}/{index}", until))
+        self._set(f"{number}/all", calls)
+        if number >= _KEPT_ROUNDS:
+            self.forget(str(number - _KEPT_ROUNDS))
+        return calls
+
+    def peek(self, index: int) -> Any:
+        """Return what a process has given to `gather` in this round, or None."""
+        call = self._try_get(f"{self._round}/{index}")
+        return None if call is None else call[-1]
 
     def share(self, key: str, value: Any, timeout: float) -> Any:
-        """Return the first process's value in all processes; others are ignored."""
-        if self.index:
-            return self._get(f"{key}/all", key, 0, timeout)
-        self._set(f"{key}/all", value)
-        self._forget(key)
-        return value
+        """Return the first process's value in all processes; others are ignored.
+
+        Raises:
+          CenterError: the first process did not call this in time.
+        """
+        if not self.index:
+            self._set(key, value)
+            return value
+        shared = self._get(key, time.monotonic() + timeout)
+        if shared is None:
+            raise self._missed([0], key, timeout)
+        return shared
+
+    def forget(self, key: str = "") -> None:
+        """Delete a key, or all keys, which no process will read any more."""
+        _client().key_value_delete(f"{self._name}/{key}".rstrip("/"))
+
+    def _missed(
+        self, positions: Sequence[int], what: str, timeout: float
+    ) -> errors.CenterError:
+        missing = [self.indices[i] for i in positions]
+        return errors.CenterError(
+            f"processes {missing} did not take part in {what} within {timeout:.1f} s: "
+            "all processes of a worker must make the same calls of start, exchange and "
+            "flush"
+        )
 
     def _set(self, key: str, value: Any) -> None:
-        _client().key_value_set(f"{self._name}/{key}", json.dumps(value))
-
-    def _get(self, key: str, what: str, index: int, timeout: float) -> Any:
+        text = json.dumps({"value": value})
         try:
-            text = _client().blocking_key_value_get(
-                f"{self._name}/{key}", max(1, round(timeout * 1000))
-            )
-        except Exception as error:  # of the runtime, whose type is not public
-            raise errors.CenterError(
-                f"process {self.indices[index]} did not take part in {what!r} within "
-                f"{timeout:.1f} s: all processes of a worker must make the same calls "
-                f"of start, exchange and flush ({type(error).__name__})"
-            ) from error
-        value = json.loads(text)
-        if isinstance(value, dict) and "missing" in value:
-            raise errors.CenterError(value["missing"])
-        return value
+            _client().key_value_set(f"{self._name}/{key}", text, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as error:
+            text = f"cannot reach the other processes: {error}"
+            raise errors.CenterError(text) from error
 
-    def _forget(self, key: str) -> None:
-        """Delete the keys of earlier calls, which all processes have read."""
-        self._old.append(key)
-        if len(self._old) > _KEPT_KEYS:
-            _client().key_value_delete(f"{self._name}/{self._old.pop(0)}/")
+    def _get(self, key: str, end: float) -> Any:
+        """Return a value, or None if there is none at the time ``end``."""
+        milliseconds = max(1, round((end - time.monotonic()) * 1000))
+        try:
+            text = _client().blocking_key_value_get(f"{self._name}/{key}", milliseconds)
+        except jax.errors.JaxRuntimeError:
+            return None
+        return json.loads(text)["value"]
+
+    def _try_get(self, key: str) -> Any:
+        try:
+            text = _client().key_value_try_get(f"{self._name}/{key}")
+        except jax.errors.JaxRuntimeError:
+            return None
+        return json.loads(text)["value"]
 
 
-# Calls whose keys are kept. A process may still be reading the newest ones.
-_KEPT_KEYS = 64
+@functools.cache
+def of_job(indices: tuple[int, ...], name: str) -> Processes:
+    """Return the one object of this process for a group that lasts as long as the job.
+
+    Arguments are those of `Processes`.
+    """
+    return Processes(indices, name)
 
 
 def _client() -> Any:

@@ -1,9 +1,9 @@
-"""What a center and its workers say when training goes wrong but does not stop.
+"""Notices of a center and its workers: training goes wrong, but does not stop.
 
-`CHECKS` is the table: who looks, what must hold, what is said, and what to do.
+`CHECKS` is the table: who looks, when a notice holds, its text, and what to do.
 `Thresholds` has the number of each check that users may change. Every check compares
 one value with its threshold, in `Notices.measure`, and nowhere else. Logs, the status
-of a center, its page and docs/notices.md show what the table says.
+of a center, its page and docs/notices.md show the texts of the table.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ REPEAT = 600.0  # s, minimum time between two lines in the log of the same notic
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Thresholds of what is said when training goes wrong; None or 0 says nothing.
+    """Thresholds of the checks for training that goes wrong; None or 0 turns one off.
 
     A center looks at the first ones, from ``lost_messages`` to ``not_on_disk``, and a
-    worker at the others. Each ignores those of the other.
+    worker at the others. A center shows what its workers found, whatever its own
+    thresholds of their checks.
 
     Args:
       lost_messages: share of a worker's last ten messages that were rejected, dropped
         or late.
-      missed_periods: usual times between two exchanges of a worker, in which it made no
-        exchange, and at least ten seconds.
+      missed_periods: time in which a worker made no exchange, as a multiple of the
+        longest of its last intervals between two, and at least ten seconds.
       still_center: updates in a row that have not moved the center.
       other_norm: factor between the norms of a worker's messages and those of the
         others.
       apart: messages in a row that point away from those of the other workers.
       one_by_one: workers whose messages are applied one by one, by a rule for rounds.
       slow_link: factor by which a worker exchanges slower than the others.
-      not_on_disk: failures to write the center to disk.
+      not_on_disk: snapshots in a row that could not be written to disk; if writing has
+        ended, any threshold is reached.
       unrecorded_steps: exchanges in a row whose local steps did not reach the record.
       miscounted_steps: factor between the local steps in the record of a round and
         those that `exchange` counted.
@@ -93,7 +95,7 @@ class Check(NamedTuple):
 
     observer: Literal["center", "worker"]
     condition: str  # when the notice holds, in words, with a {threshold}
-    text: str  # what is said, with the values that `Notices.measure` gets
+    text: str  # of the notice, with the values that `Notices.measure` gets
     remedy: str  # what to do
 
 
@@ -110,10 +112,12 @@ CHECKS = {
     ),
     "missed_periods": Check(
         "center",
-        "a connected worker has made no exchange for {threshold:g} of its usual times "
-        "between two exchanges, nor for ten seconds, and does not wait for others",
-        "worker {worker!r} has made no exchange for {seconds:.0f} s, which is "
-        "{value:.1f} times as long as usual",
+        "a connected worker has made no exchange for {threshold:g} times the longest "
+        "of its last intervals between two exchanges, nor for ten seconds, and does "
+        "not wait for others. Before its first exchange, the longest interval of the "
+        "other workers counts, and at least a minute",
+        "worker {worker!r} has made no exchange for {seconds:.0f} s, {value:.1f} times "
+        "the longest interval that was expected ({longest:.3g} s)",
         "look at the process and the log of this worker: it may hang in a collective, "
         "wait for data, or have lost its device",
     ),
@@ -149,15 +153,14 @@ CHECKS = {
     "one_by_one": Check(
         "center",
         "{threshold} or more workers exchange with a center that applies messages one "
-        "by one, and its rule is for rounds (`average`, `diloco`); said at the start, "
-        "too",
+        "by one, and its rule is for rounds (`average`, `diloco`), with a center rate "
+        "above 1 divided by the number of workers; said at the start, too",
         "{rule} is a rule for rounds, and in mode {mode} {workers} workers move the "
-        "center {workers} times as far as in a round: 1/{workers} of the learning rate "
-        "of the center optimizer would do{example}",
-        "take mode=Synchronous() (--mode synchronous), or divide the learning rate of "
-        "the center optimizer by the number of workers. If you have, or if the "
-        "optimizer is for messages that are applied one by one, as those of "
-        "agn_optax.center_optimizers, set this threshold to None (--warn-one-by-one 0)",
+        "center {workers} times as far as in a round: {instead} would do",
+        "take mode=Synchronous() (--mode synchronous); or plain SGD with a rate of 1 "
+        "divided by the number of workers, without momentum (--rule diloco "
+        "--center-optimizer sgd --learning-rate 0.5 for two workers); or a center "
+        "optimizer of agn_optax.center_optimizers for messages that come one by one",
     ),
     "slow_link": Check(
         "center",
@@ -172,7 +175,8 @@ CHECKS = {
     ),
     "not_on_disk": Check(
         "center",
-        "{threshold} or more changes of the center could not be written to disk",
+        "{threshold} or more snapshots of the center in a row could not be written to "
+        "disk, or nothing can be written any more",
         "the center on disk lacks changes: {reason}",
         "make room on the disk, or repair it; look at the directory's owner and rights",
     ),
@@ -199,8 +203,8 @@ CHECKS = {
         "worker",
         "five exchanges in a row took {threshold:g} times as long as their link should "
         "take, and 0.1 s longer, or one took 10 s longer; without the time at the "
-        "center. What the link should take is given by ExpectedLink(rate=...), or by "
-        "the worker's best rate so far",
+        "center. The link's rate is that of ExpectedLink(rate=...), or the worker's "
+        "best rate so far",
         "an exchange of worker {worker!r} took {seconds:.3g} s, {value:.3g} times as "
         "long as expected: {link}",
         "look at what else uses the network, and run agn-optax doctor from this "
@@ -296,7 +300,7 @@ class Notices:
         for name, row in CHECKS.items():
             if row.observer != "worker":
                 continue
-            if name in texts and self.threshold(name) is not None:
+            if name in texts:
                 self._start(Notice(name, worker, texts[name], row.remedy))
             else:
                 with self._lock:

@@ -41,6 +41,7 @@ def retry(
     wait: Callable[[float], object],
     is_final: Callable[[Exception], bool] = lambda error: False,
     record: Callable[[Exception], object] = lambda error: None,
+    decide: Callable[[bool], bool] = bool,
 ) -> T:
     """Return the result of ``attempt``, called until it succeeds or time is over.
 
@@ -54,6 +55,8 @@ def retry(
       wait: waits for a pause in seconds; true if no further attempt may follow.
       is_final: whether to raise an exception instead of trying again.
       record: is called with each exception after which an attempt may follow.
+      decide: is called with whether time is over, and returns what is done; for
+        callers that must decide alike.
 
     Raises:
       Exception: the exception of the last attempt.
@@ -73,5 +76,5 @@ def retry(
             pause = min(first if outage.attempts == 1 else 2 * pause, longest)
             seconds = pause * random.uniform(0.5, 1)  # noqa: S311 not for secrets
             is_over = time.monotonic() + seconds > outage.since + outage.seconds
-            if is_over or wait(seconds):
+            if decide(is_over) or wait(seconds):
                 raise

@@ -38,6 +38,7 @@ from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState, Store, Version, log_version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center.durability import Image, Keeper
+from agn_optax.rules import instead_one_by_one
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -106,11 +107,11 @@ class Core:
             )
         self.notices = Notices(settings.thresholds)
         # Workers of an elastic rule spread around the center: their messages differ.
-        compares = self.notices.threshold("apart") and rule.adopts == "after"
-        self._inspector = Inspector(self.notices, compares=bool(compares))
+        compares = self.notices.is_on("apart") and rule.adopts == "after"
+        self._inspector = Inspector(self.notices, compares=compares)
         self.links = Links(self.notices)
         self._next_look = 0.0  # time, s
-        self._measure_one_by_one()
+        self._measure_one_by_one(workers=0)
         self._dtype = check.float_dtype(settings.dtype, "dtype")
         self._device = settings.find_device()
         self._flatten = flatten
@@ -271,6 +272,7 @@ class Core:
                     self.rule, params, self._dtype, self._device, flatten=self._flatten
                 )
                 self._set_store(store, worker)
+                self.ledger.begin(time.monotonic())
             self._chief = worker
             return self.store.current.number
 
@@ -475,8 +477,10 @@ class Core:
         workers = [entry.worker for entry in batch.entries]
         recorded = self._record(*workers, exchange=exchange)
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
-            loss = _loss(batch, i, self.ledger.mode.combines)
-            self._inspector.add_message(worker, message.norm, message.sample, loss)
+            lost_because = _lost_because(batch, i, self.ledger.mode.combines)
+            self._inspector.add_message(
+                worker, message.norm, message.sample, lost_because
+            )
         if to_apply:
             self._inspector.add_version(current.number, store.sample)
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
@@ -540,36 +544,35 @@ class Core:
         self._next_look = now + LOOK_INTERVAL
         with self._changed:
             registered = self.ledger.registered()
-            self._inspector.look(registered, self.ledger.pending, now)
-            self._measure_one_by_one()
-            reason = "" if self.keeper is None else self.keeper.degraded
-            self.notices.measure("not_on_disk", int(bool(reason)), reason=reason)
+            if self.ledger.is_open and self.is_initialized:
+                self._inspector.look(registered, self.ledger.pending, now)
+            if (keeper := self.keeper) is not None:
+                reason = keeper.degraded
+                self.notices.measure("not_on_disk", keeper.failures, reason=reason)
             names = set(registered)
-        self._inspector.read(names)  # takes longer: not under the lock
+        # These take longer: not under the lock.
+        self._measure_one_by_one(len(names))
+        self._inspector.read(names)
 
     def notices_for(self, worker: str) -> tuple[Notice, ...]:
         """Return the notices of the center's checks for a worker's answer."""
         found = self.notices.current("center")
         return tuple(notice for notice in found if notice.worker in ("", worker))
 
-    def _measure_one_by_one(self) -> None:
+    def _measure_one_by_one(self, workers: int) -> None:
         """Say how far workers move a center that makes no rounds of their messages."""
         rule, mode = self.rule, self.ledger.mode
-        if rule.combine == "mean" and not mode.combines:
-            workers = len(self.ledger.registered())
-            shown, rate = str(workers), f"{0.7 / max(workers, 1):.2g}"
-            if workers < 2:  # more may come
-                shown, rate = "n", "0.7/n"
-            is_diloco = rule.name == "diloco"
-            example = f", such as {rate} for diloco()" if is_diloco else ""
-            self.notices.measure(
-                "one_by_one",
-                max(workers, 2),
-                rule=rule.name,
-                mode=mode,
-                workers=shown,
-                example=example,
-            )
+        if mode.combines or not self.notices.is_on("one_by_one"):
+            return
+        instead = instead_one_by_one(rule, workers)
+        self.notices.measure(
+            "one_by_one",
+            max(workers, 2) if instead else None,  # more may come
+            rule=rule.name,
+            mode=mode,
+            workers=workers if workers > 1 else "n",
+            instead=instead,
+        )
 
     # Durability.
 
@@ -640,7 +643,7 @@ class Core:
             return holds
 
 
-def _loss(batch: Batch, index: int, in_rounds: bool) -> str:
+def _lost_because(batch: Batch, index: int, in_rounds: bool) -> str:
     """Return how a message was lost; "" if it was applied in time."""
     rejection = batch.rejected.get(batch.entries[index].worker)
     if rejection is not None:

@@ -25,6 +25,7 @@ LOOK_INTERVAL = 1.0  # s, minimum time between two looks at all workers
 _MESSAGES = 10  # last messages of a worker, among which lost ones are counted
 _NORMS = 5  # last norms of a worker, of which the median counts
 _MIN_NORMS = 3
+_MIN_FIRST = 60.0  # s, minimum time expected before a first exchange: it may compile
 _MAX_OTHERS = 32  # workers with which another one is compared, the last that sent
 _MIN_MOVED = 0.1  # share of the elements reached by messages that has to move
 _MAX_WAITING = 256  # messages between two looks that are compared; others are not
@@ -43,7 +44,7 @@ class _Messages:
 
 
 class Inspector:
-    """What is compared with the thresholds of a center.
+    """The values that are compared with the thresholds of a center.
 
     Its owner holds a lock for all calls except `read`, `is_full`.
 
@@ -56,13 +57,13 @@ class Inspector:
         self._notices = notices
         self._compares = compares
         self._dtype = ""
-        self._losses: dict[str, deque[str]] = {}  # by worker; "" for messages in time
+        # By worker: how its last messages were lost; "" for messages in time.
+        self._lost_because: dict[str, deque[str]] = {}
         # Calls for what has not been read yet, and what the device still computes.
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._reading = threading.Lock()
         # Only `read` uses these. The worker that sent last comes last.
         self._workers: dict[str, _Messages] = {}
-        self._interval = max(1, (notices.threshold("still_center") or 0) // 2)
         self._sample: Any = None  # of the last sampled version
         self._moved = 0  # number of the last sampled version that had moved
         self._reached: Any = False  # elements that messages since then would move
@@ -78,37 +79,43 @@ class Inspector:
         """True if no more messages are compared before the next look."""
         return len(self._waiting) >= _MAX_WAITING
 
-    def add_message(self, worker: str, norm: Any, sample: Any, loss: str) -> None:
+    def add_message(
+        self, worker: str, norm: Any, sample: Any, lost_because: str
+    ) -> None:
         """Add a message that was applied, dropped or rejected.
 
         Args:
           worker: the worker's name.
           norm: the message's norm.
           sample: the message's sample, see `Store.measure`; None for none.
-          loss: how the message was lost, such as "was dropped"; "" if it was not.
+          lost_because: how the message was lost, such as "was dropped"; "" if it was
+            applied in time.
         """
-        losses = self._losses.get(worker)
-        if losses is None:
-            losses = self._losses[worker] = deque(maxlen=_MESSAGES)
-        was_good = not any(losses)
-        losses.append(loss)
-        if loss or not was_good:
-            lost = [each for each in losses if each]
+        last = self._lost_because.get(worker)
+        if last is None:
+            last = self._lost_because[worker] = deque(maxlen=_MESSAGES)
+        was_good = not any(last)
+        last.append(lost_because)
+        if lost_because or not was_good:
+            lost = [each for each in last if each]
             self._notices.measure(
                 "lost_messages",
                 len(lost) / _MESSAGES,
                 worker,
                 lost=len(lost),
-                count=len(losses),
+                count=len(last),
                 reason=lost[-1] if lost else "",
             )
         if sample is not None and not self.is_full:
             self._waiting.append((self._on_message, (worker, norm, sample)))
 
     def add_version(self, number: int, sample: Callable[[], Any]) -> None:
-        """Add a version of the center, whose sample is computed for some of them."""
-        is_due = not number % self._interval
-        if is_due and self._notices.is_on("still_center") and not self.is_full:
+        """Add a version of the center; its sample is computed only if it is compared.
+
+        Every version is compared while there is room: after a gap, it is unknown when
+        the center last moved.
+        """
+        if self._notices.is_on("still_center") and not self.is_full:
             self._waiting.append((self._on_version, (number, sample())))
 
     def look(
@@ -121,14 +128,22 @@ class Inspector:
           waiting: the workers whose message waits to be applied.
           now: time in seconds.
         """
+        longest = {name: member.recent.longest() for name, member in members.items()}
         for name, member in members.items():
+            own = longest[name]
+            if own is None:  # no exchange yet
+                known = [each for each in longest.values() if each is not None]
+                own = max([_MIN_FIRST, *known])
+            seconds = member.recent.idle(now)
             is_awaited = member.connected and name not in waiting
-            seconds, periods = member.recent.idle(now) if is_awaited else (None, None)
-            self._notices.measure("missed_periods", periods, name, seconds=seconds)
+            periods = seconds / own if is_awaited and seconds is not None else None
+            self._notices.measure(
+                "missed_periods", periods, name, seconds=seconds, longest=own
+            )
 
     def forget(self, worker: str) -> None:
         """Forget a worker whose session has ended."""
-        self._losses.pop(worker, None)
+        self._lost_because.pop(worker, None)
         self._notices.forget(worker)
 
     def read(self, names: Collection[str]) -> None:

@@ -293,8 +293,15 @@ class Ledger:
         member.connected, member.heartbeat_timeout = True, heartbeat_timeout
         member.connection += 1
         self._extend_lease(member, now)
-        self.is_open = self.is_open or len(self._registered) >= self.barrier
+        if not self.is_open and len(self._registered) >= self.barrier:
+            self.is_open = True
+            self.begin(now)
         return member.connection
+
+    def begin(self, now: float) -> None:
+        """Count the times of workers from now on, when all of them may start."""
+        for member in self._registered.values():
+            member.recent = Recent(now, 2)
 
     def leave(self, worker: str, session_id: str) -> bool:
         """Remove a worker; return False if the session is not registered."""

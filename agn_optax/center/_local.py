@@ -120,7 +120,7 @@ class LocalCenter:
 
     @property
     def notices(self) -> list[Notice]:
-        """The notices of what goes wrong now, as logged: see `Thresholds`."""
+        """The notices that hold now, as logged: see `Thresholds`."""
         self.core.look()
         return self.core.notices.current()
 

@@ -86,9 +86,20 @@ class Session(abc.ABC):
     def leave(self) -> None:
         """End the session, so that no other worker waits for this one. Idempotent."""
 
-    def is_answered(self, done: bool) -> bool:
-        """Return ``done``; a worker of several processes decides it together."""
+    def is_answered(self, done: bool, sequence: int, steps: int) -> bool:
+        """Return ``done``, or for a worker of several processes what all agree on.
+
+        Args:
+          done: whether an exchange has been answered.
+          sequence: number of the exchange.
+          steps: local steps since its message was sent.
+        """
+        del sequence, steps
         return done
+
+    def decide(self, flag: bool) -> bool:
+        """Return ``flag``, or for a worker of several processes that of the first."""
+        return flag
 
     def exchange(self, submission: Submission) -> Answer:
         """Submit an exchange, collect and acknowledge its answer. May be repeated."""

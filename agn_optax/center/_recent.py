@@ -62,17 +62,21 @@ class Recent:
         grown = zip(first[1:], last[1:], strict=True)
         return tuple((b - a) / seconds for a, b in grown)
 
-    def idle(self, now: float) -> tuple[float | None, float | None]:
-        """Return the seconds since the last event, also in units of the usual interval.
+    def idle(self, now: float) -> float | None:
+        """Return the seconds since the last event, or the beginning.
 
-        The usual interval is the longest of the last ones. None before the first event,
-        and in the ten seconds after each.
+        None in the ten seconds after it.
         """
         idle = now - self._points[-1][0]
-        if len(self._points) < 2 or idle <= _WINDOW:
-            return None, None
-        longest = max(b[0] - a[0] for a, b in itertools.pairwise(self._points))
-        return idle, idle / max(longest, _MIN_DISTANCE)
+        return idle if idle > _WINDOW else None
+
+    def longest(self) -> float | None:
+        """Return the longest of the last intervals, in s; None before the first event.
+
+        The first interval begins with the counting.
+        """
+        intervals = [b[0] - a[0] for a, b in itertools.pairwise(self._points)]
+        return max([_MIN_DISTANCE, *intervals]) if intervals else None
 
     def _since(self, begin: float) -> tuple[tuple[float, ...], int]:
         """Return the newest point not after ``begin``, and how many points follow it.

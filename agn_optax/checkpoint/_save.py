@@ -35,7 +35,6 @@ _FORMAT = 1
 # to load its own shard; and of the arrays that it reads at the same time.
 _CHUNK_BYTES, _READ_BYTES = 64 << 20, 256 << 20
 _TIMEOUT = 300.0  # s that processes wait for each other, as long as in Orbax
-_calls = itertools.count()  # the same in all processes, which make the same calls
 
 
 def checkpointables(**parts: Any) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
       [1. 1. 1.] 0
     """
     ocp, folder = orbax(), pathlib.Path(path).resolve()
-    if _of_all_processes("exists", folder.exists)[0]:
+    if _of_all_processes("a checkpoint", folder.exists)[0]:
         raise errors.InvalidArgumentError(
             f"{folder} exists already: a checkpoint needs a directory of its own"
         )
@@ -256,7 +255,7 @@ class Rotation:
         """
         path = pathlib.Path(self._checkpointer.directory)  # the first process made it
         latest = None if self.latest is None else self.latest[0]
-        everyone = _of_all_processes("latest", lambda: [path.exists(), latest])
+        everyone = _of_all_processes("a checkpoint", lambda: [path.exists(), latest])
         if any(other != everyone[0] for other in everyone):
             raise errors.DurabilityError(
                 f"all processes of a worker need one shared directory, but in {self} "
@@ -338,13 +337,13 @@ def _largest(leaves: Iterable[Sequence[Leaf]], others: Mapping[str, Any]) -> int
     )
 
 
-def _of_all_processes(key: str, value: Callable[[], Any]) -> list[Any]:
+def _of_all_processes(what: str, value: Callable[[], Any]) -> list[Any]:
     """Return what a function returns in each process of this job, in their order."""
     count, own = jax.process_count(), value()
     if count == 1:
         return [own]
-    processes = agreement.Processes(range(count), f"checkpoint{next(_calls)}")
-    return processes.gather(key, own, _TIMEOUT)
+    processes = agreement.of_job(tuple(range(count)), "checkpoint")
+    return processes.gather(own, _TIMEOUT, what)
 
 
 def as_part(value: Any) -> Part | None:

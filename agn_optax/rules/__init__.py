@@ -8,6 +8,7 @@
 - `center_optimizers`: center optimizers that optax lacks
 - `_weights`: transformations that scale a message by its weight or speed
 - `_schedules`: center optimizers whose schedules count local steps
+- `_one_by_one`: rules for rounds at a center that applies messages one by one
 - `_fingerprint`: the comparison of two rules
 - `_named`: rules, codecs and center optimizers by their names and settings
 
@@ -37,6 +38,7 @@ from agn_optax.rules._named import DOWNLINK_DTYPES as DOWNLINK_DTYPES
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
 from agn_optax.rules._named import rule_from_settings as rule_from_settings
+from agn_optax.rules._one_by_one import instead_one_by_one as instead_one_by_one
 from agn_optax.rules._rule import (
     Rule,
     agn,

@@ -267,6 +267,12 @@ class _Parameters:
         return contribution
 
 
+def sends_displacements(rule: Rule) -> bool:
+    """Return whether the messages of a rule are whole displacements of its workers."""
+    sent = rule.contribution
+    return isinstance(sent, _Displacement) and not sent.per_step
+
+
 def agn(
     center: optax.GradientTransformation,
     *,
@@ -450,7 +456,8 @@ def diloco(
     Returns:
       The rule. The mean is over the workers of one mesh, or of the round of a
       synchronous center. An asynchronous center applies the displacements of n workers
-      one by one and moves n times as far.
+      one by one and moves n times as far: use ``diloco(optax.sgd(1 / n))``, or a center
+      optimizer for such messages, such as `center_optimizers.delayed_nesterov`.
 
     Raises:
       InvalidTypeError: ``center`` is not an optax optimizer.

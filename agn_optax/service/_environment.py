@@ -137,11 +137,16 @@ def environment() -> Environment:
     slices = _slices(processes)
     # Engines number the processes of each slice, beginning at 0.
     distributed = _distributed(unit if slices == 1 else _Unit(), rank, processes)
-    _unset_stale_variables(distributed, slices)
+    coordinator = distributed.get("coordinator_address", "")
+    if coordinator:
+        _check_bind_address(coordinator)
+    _unset_stale_variables(coordinator, slices)
     _log.info(
         "this is worker %r, rank %d of %d, with %d process(es); its center is %s",
         *(name, rank, workers, processes, address),
     )
+    if coordinator:
+        _log_coordinator(coordinator, distributed["process_id"])
     if jax.distributed.is_initialized() and jax.process_count() != processes:
         raise errors.InvalidArgumentError(
             f"worker {name!r} has {processes} process(es), but this process is in a "
@@ -282,41 +287,58 @@ def _slices(processes: int) -> int:
     return slices
 
 
-def _unset_stale_variables(distributed: dict[str, Any], slices: int) -> None:
-    """Unset variables of another job, for which JAX would wait, and log them.
-
-    Raises:
-      InvalidArgumentError: process 0 would listen at a port that no process asks.
-    """
-    address = distributed.get("coordinator_address", "")
+def _check_bind_address(address: str) -> None:
+    """Raise if process 0 would listen at another port than that of ``address``."""
     port = address.rpartition(":")[2]
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    if address and bound and bound.rpartition(":")[2] != port:
+    if bound and bound.rpartition(":")[2] != port:
         raise errors.InvalidArgumentError(
             f"JAX_COORDINATOR_BIND_ADDRESS must have port {port} of the coordinator's "
             f"address {address}, got {bound!r}: no process would find the coordinator. "
             "Unset it, or set AGN_OPTAX_COORDINATOR"
         )
-    found = [name for name in os.environ if name.startswith("MEGASCALE_")]
+
+
+def _unset_stale_variables(address: str, slices: int) -> None:
+    """Unset variables of another job, for which JAX would wait, and log them.
+
+    Args:
+      address: the coordinator's address; "" if the processes need not be joined.
+      slices: how many slices of TPUs the worker spans.
+    """
+    found = sorted(name for name in os.environ if name.startswith("MEGASCALE_"))
     if found and slices == 1:
+        removed = ", ".join(f"{name}={os.environ.pop(name)}" for name in found)
         _log.warning(
             "unset %s: with these, the TPUs of this worker would wait for other slices "
             "(if a worker spans several slices, set AGN_OPTAX_SLICES to their number)",
-            ", ".join(f"{name}={os.environ.pop(name)}" for name in sorted(found)),
+            removed,
         )
-    is_joined = jax.distributed.is_initialized()
-    if not is_joined and os.environ.get("JAX_COORDINATOR_ADDRESS", address) != address:
+    if jax.distributed.is_initialized():
+        return
+    if os.environ.get("JAX_COORDINATOR_ADDRESS", address) != address:
+        other = os.environ.pop("JAX_COORDINATOR_ADDRESS")
         _log.warning(
             "unset JAX_COORDINATOR_ADDRESS=%s: no process of this worker listens "
             "there, and jax.distributed.initialize() would wait for one",
-            os.environ.pop("JAX_COORDINATOR_ADDRESS"),
+            other,
         )
-    if distributed.get("process_id") == 0 and not _is_local(address):
+
+
+def _log_coordinator(address: str, process: int) -> None:
+    """Log the address at which the processes meet, because they hang at an old one."""
+    if process == 0 and not _is_local(address):
         _log.warning(
             "this is process 0 of its worker, but the coordinator's address %s belongs "
             "to another machine: if it is an old address, jax.distributed waits there "
             "until its timeout, 300 s by default",
             address,
+        )
+    else:
+        _log.info(
+            "process %d joins the others of its worker at %s: if it waits for them, "
+            "this may be an old address, where process 0 does not listen",
+            *(process, address),
         )
 
 

@@ -46,13 +46,14 @@ class Message:
         self.metrics["seconds"] = time.monotonic() - begin
         return answer
 
-    def is_answered(self) -> bool:
+    def is_answered(self, steps: int) -> bool:
         """Return whether the message in flight has an answer or has failed.
 
         All processes of a worker must call it, and get the same result.
         """
         assert self.flight is not None
-        return bool(self.session.is_answered(self.flight.done()))
+        sequence = self.submission.sequence
+        return bool(self.session.is_answered(self.flight.done(), sequence, steps))
 
     def send_in_background(self, give_up: float) -> None:
         """Send in the background, with retries for ``give_up`` seconds."""
@@ -73,6 +74,7 @@ class Message:
             Outage(give_up),
             pauses=(_PAUSE, _PAUSE),
             wait=self.abandoned.wait,
+            decide=self.session.decide,
             is_final=lambda error: (
                 not isinstance(error, errors.CenterUnreachableError)
                 or isinstance(error, errors.CenterClosedError)

@@ -295,7 +295,7 @@ class FragmentWorker:
         if not machine.may_receive(length):
             return False
         assert message is not None
-        return message.is_answered()
+        return message.is_answered(machine.current.steps)
 
     def prepare(self, params: PyTree, state: LocalState) -> Loop:
         """Check the arrays of a message that will be sent next, and end the round."""

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
-from agn_optax._internal import combinations
+from agn_optax._internal import check, combinations
 from agn_optax.rules import Rule, codecs
 
 PyTree = Any
@@ -97,6 +97,10 @@ class Layout:
 
         return call
 
+    def encodes_pieces(self, rule: Rule) -> bool:
+        """Return whether each device's piece is encoded by itself, see `rule`."""
+        return self.spans_processes and rule.codec.reads != "element"
+
     def rule(self, rule: Rule) -> Rule:
         """Return a worker's rule, whose codec encodes the piece of every device.
 
@@ -104,7 +108,7 @@ class Layout:
           InvalidArgumentError: the codec reads more than one leaf.
         """
         codec = rule.codec
-        if not self.spans_processes or codec.reads == "element":
+        if not self.encodes_pieces(rule):
             return rule
         if codec.reads == "tree":
             combinations.reject(
@@ -205,7 +209,7 @@ def layout_of(params: PyTree) -> Layout | None:
 
 
 def _abstract(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array) and not check.is_traced(leaf):
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
         )

@@ -11,10 +11,7 @@ adopt it. If one has not, all begin the exchange anew, or raise the same error.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import itertools
-import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -37,6 +34,7 @@ from agn_optax.center import (
     Transfer,
     is_finite,
     not_finite,
+    plain,
     region_of,
     shares_of,
 )
@@ -46,9 +44,9 @@ PyTree = Any
 Record = TypeVar("Record", Snapshot, Answer)
 
 _SHORT = 1.0  # s
+_joining = threading.Lock()  # workers of one job start one after the other
 # Errors that give way to others, and to those of lower ranks.
 _RANKS = {"CenterUnreachableError": 1, "CenterClosedError": 1, "CenterError": 2}
-_joins = itertools.count()  # the same in all processes, which make the same calls
 
 
 class ProcessesCenter:
@@ -89,36 +87,36 @@ class ProcessesCenter:
             shardings.
         """
         limit = self._center.timeout
-        processes = agreement.Processes(self._layout.processes, f"join{next(_joins)}")
-        token, group = processes.share(
-            "ids", [resume_token or self._new_token(), uuid.uuid4().hex], limit
-        )
+        with _joining:
+            processes = agreement.of_job(self._layout.processes, "start")
+            own = {
+                "worker": worker,
+                # Not the tree's structure: its text may have addresses of functions.
+                "model": str(trees.describe(params).leaves)[:300],
+                "shardings": [str(s.spec) for s in self._layout.shardings],
+            }
+            # The first process chooses the session, and the name of the group.
+            ids = [resume_token or self._new_token(), uuid.uuid4().hex]
+            everyone = processes.gather([own, ids], limit, "the start")
+            for name, value in own.items():
+                if any(other[name] != value for other, _ in everyone):
+                    raise errors.InvalidArgumentError(
+                        f"the processes of worker {worker!r} disagree about their "
+                        f"{name}: {[other[name] for other, _ in everyone]}"
+                    )
+            _, (token, group) = everyone[0]
         share = shares_of(group, params, jax.process_index(), processes.indices)
-        model = trees.describe(share.like)
-        specs = json.dumps([str(s.spec) for s in self._layout.shardings])
-        own = {
-            "worker": worker,
-            # Not the tree's structure: its text may have addresses of functions.
-            "model": [", ".join(map(str, model.leaves))[:200], model.hash.hex()],
-            "shardings": hashlib.sha256(specs.encode()).hexdigest()[:12],
-        }
-        everyone = processes.gather("who", own, limit)
-        for name, value in own.items():
-            if any(other[name] != value for other in everyone):
-                raise errors.InvalidArgumentError(
-                    f"the processes of worker {worker!r} disagree about their {name}: "
-                    f"{[other[name] for other in everyone]}"
-                )
+        joined = agreement.Processes(processes.indices, group)
         session = _in_all(
-            processes,
-            "joined",
+            joined,
+            "the start",
             lambda: self._center.join(
                 worker, Pieces(share, ()), timeout=timeout, resume_token=token
             ),
-            lambda _: limit,
+            limit,
         )
         self._session = ProcessesSession(
-            session, self._center, self._layout, share, processes
+            session, self._center, self._layout, share, joined
         )
         return self._session
 
@@ -135,11 +133,11 @@ class ProcessesCenter:
         pieces = session.pieces_of(self._layout.jit(lambda arrays: arrays)(params))
         _in_all(
             session.processes,
-            "initialized",
+            "the start",
             lambda: self._center.initialize(
                 Pieces(session.share, pieces), worker=worker
             ),
-            lambda _: session.limit,
+            session.limit,
         )
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -181,11 +179,8 @@ class ProcessesSession(Session):
         self._dtypes: list[Any] = []  # of the center; unknown until it is initialized
         # The shards of a center must agree about messages that are not finite.
         self._has_shards = len(getattr(center, "centers", ())) > 1
+        self._is_encoded = layout.encodes_pieces(center.rule)
         self.limit: float = center.timeout
-        self._attempts = (0, -1)  # number of an exchange, and its last attempt
-        # Numbers of agreements: of exchanges, and of questions whether one is answered,
-        # which another thread asks meanwhile.
-        self._agreements, self._questions = itertools.count(), itertools.count()
 
     @property
     def resume_token(self) -> Any:
@@ -199,12 +194,13 @@ class ProcessesSession(Session):
 
     def exchange(self, submission: Submission) -> Answer:
         """Exchange with all processes: see `Session.exchange`."""
-        own = self.pieces_of(submission.contribution)
+        own = self.pieces_of(submission.contribution, encoded=self._is_encoded)
         if self._has_shards:
-            key = f"finite{next(self._agreements)}"
             # Pieces may be on several devices.
             is_own_finite = all(map(bool, map(is_finite, own)))
-            finite = self.processes.gather(key, is_own_finite, 2 * self.limit)
+            finite = self.processes.gather(
+                is_own_finite, self.limit, f"exchange {submission.sequence}"
+            )
             own = own if all(finite) else not_finite(own)
         submission = submission._replace(contribution=own)
 
@@ -223,10 +219,17 @@ class ProcessesSession(Session):
         snapshot = self._agreed(0, lambda number: self._session.pull(number, timeout))
         return snapshot._replace(params=self._whole(snapshot.params))
 
-    def is_answered(self, done: bool) -> bool:
+    def is_answered(self, done: bool, sequence: int, steps: int) -> bool:
         """Return whether the first process has its answer, in all processes."""
-        key = f"answered{next(self._questions)}"
-        return bool(self.processes.share(key, done, self.limit))
+        key = f"answered/{sequence}/{steps}"
+        answered = bool(self.processes.share(key, done, self.limit))
+        if answered and sequence > 1:
+            self.processes.forget(f"answered/{sequence - 1}")
+        return answered
+
+    def decide(self, flag: bool) -> bool:
+        """Return the first process's flag in all processes."""
+        return bool(self.processes.gather(flag, self.limit, "a repetition")[0])
 
     def submit(self, submission: Submission) -> None:
         raise NotImplementedError("the processes agree in `exchange`")
@@ -249,53 +252,50 @@ class ProcessesSession(Session):
     def _agreed(self, sequence: int, attempt: Callable[[int], Record]) -> Record:
         """Return what all processes got in one attempt, with the same version."""
         while True:
-            last_sequence, last = self._attempts
-            number = last + 1 if last_sequence == sequence else 0
-            self._attempts = sequence, number
-            record, versions = self._attempt(
-                sequence, functools.partial(attempt, number)
-            )
-            if all(version == versions[0] for version in versions):
-                return record
+            own, numbers = self._attempt(sequence, attempt)
+            if all(n["version"] == numbers[0]["version"] for n in numbers):
+                return own._replace(**{**numbers[0]["answer"], "version": own.version})
 
     def _attempt(
-        self, sequence: int, attempt: Callable[[], Record]
+        self, sequence: int, attempt: Callable[[int], Record]
     ) -> tuple[Record, list[Any]]:
-        """Return what this process got, and the versions that all processes got."""
+        """Return what this process got, and the numbers that all processes got."""
         begin, got = time.monotonic(), []
-        key = f"exchange {sequence}, agreement {next(self._agreements)}"
 
         def check(missing: Sequence[int]) -> None:
             """Raise if a process for whose pieces the center waits has failed."""
             for index in missing:
-                outcome = self.processes.peek(key, index)
+                outcome = self.processes.peek(index)
                 if outcome is not None and "error" in outcome:
                     raise errors.CenterError(
                         f"process {self.processes.indices[index]} of this worker has "
                         f"failed: {outcome['error'][1]}"
                     )
 
-        self._session.while_missing = check
-
         def once() -> Any:
-            got.append(attempt())
-            return got[0].version
+            # The number of the round, which is the same in all processes.
+            got.append(attempt(self.processes.round))
+            numbers = {k: v for k, v in plain(got[0]).items() if k != "norm"}
+            version = numbers.pop("version")
+            return {"version": version, "answer": numbers}
 
-        versions = _all_results(
+        self._session.while_missing = check
+        # Another process may receive more, or over a slower connection.
+        everyone = _all_results(
             self.processes,
-            key,
+            f"exchange {sequence}",
             once,
-            # Another process may receive more, or over a slower connection.
-            lambda failure: (
-                2 * self.limit if failure else self.limit + 4 * _since(begin)
-            ),
+            lambda: self.limit + 4 * (time.monotonic() - begin),
         )
-        return got[0], versions
+        return got[0], everyone
 
     # Between global arrays and pieces.
 
-    def pieces_of(self, tree: PyTree) -> list[PyTree]:
-        """Return this process's own pieces of parameters, or of a contribution."""
+    def pieces_of(self, tree: PyTree, *, encoded: bool = False) -> list[PyTree]:
+        """Return this process's own pieces of parameters, or of a contribution.
+
+        Encoded arrays have a row for each device: see `Layout.rule`.
+        """
         leaves: list[PyTree] = self._layout.treedef.flatten_up_to(tree)
         found: dict[tuple[int, Any], PyTree] = {}
         needed = {region.leaf for region in self.share.owned}
@@ -308,7 +308,7 @@ class ProcessesSession(Session):
                 assert index is not None
                 region = region_of(index, shape, leaf)
                 found.setdefault(
-                    (leaf, region), _on_device(leaves[leaf], device, shape)
+                    (leaf, region), _on_device(leaves[leaf], device, encoded)
                 )
         return [found[region.leaf, region] for region in self.share.owned]
 
@@ -335,68 +335,59 @@ class ProcessesSession(Session):
         return jax.tree.unflatten(self._layout.treedef, leaves)
 
 
-def _on_device(tree: PyTree, device: Any, shape: tuple[int, ...]) -> PyTree:
-    """Return what a device has of an array like a leaf, or of its encoded pieces."""
+def _on_device(tree: PyTree, device: Any, encoded: bool) -> PyTree:
+    """Return what a device has of an array, or of the encoded pieces of all devices."""
 
     def piece(array: jax.Array) -> Any:
         (data,) = [s.data for s in array.addressable_shards if s.device == device]
-        # Encoded pieces have a row for each device.
-        return data if array.shape == shape else np.asarray(data)[0]
+        return np.asarray(data)[0] if encoded else data
 
     return jax.tree.map(piece, tree)
 
 
 def _in_all(
-    processes: agreement.Processes,
-    key: str,
-    call: Callable[[], Any],
-    limit: Callable[[Any], float],
+    processes: agreement.Processes, what: str, call: Callable[[], Any], limit: float
 ) -> Any:
     """Call a function in all processes; return its result if it raised in none."""
-    results = []
-    _all_results(processes, key, lambda: results.append(call()), limit)
+    results: list[Any] = []
+    _all_results(processes, what, lambda: results.append(call()), lambda: limit)
     return results[0]
 
 
 def _all_results(
     processes: agreement.Processes,
-    key: str,
+    what: str,
     call: Callable[[], Any],
-    limit: Callable[[Any], float],
+    limit: Callable[[], float],
 ) -> list[Any]:
     """Call a function in all processes; return the results of all, or raise in all.
 
     If several processes raise, an error that ends the exchange comes before a lost
-    connection, after which it is repeated, and before a process that was missed.
+    connection, after which it is repeated, and before a process that was missed. If
+    others have results, nobody knows what their message has done: that is a
+    `CenterError`.
     """
-    failure: BaseException | None = None
-    outcome: dict[str, Any] = {}
+    failure: Exception | None = None
     try:
-        outcome["result"] = call()
-    except errors.AgnOptaxError as error:
+        outcome = {"result": call()}
+    except Exception as error:
         failure = error
-        outcome["error"] = [type(error).__name__, str(error)]
+        outcome = {"error": [type(error).__name__, str(error)]}
     # A process that has missed another one does not wait for it again.
     has_missed = type(failure) is errors.CenterError
-    everyone = processes.gather(key, outcome, _SHORT if has_missed else limit(failure))
+    timeout = _SHORT if has_missed else limit()
+    everyone = processes.gather(outcome, timeout, what)
     failed = [
-        (_RANKS.get(name, 0), index, name, text)
+        (_RANKS.get(other["error"][0], 0), index, *other["error"])
         for index, other in enumerate(everyone)
-        for name, text in [other.get("error", ("", ""))]
-        if name
+        if "error" in other
     ]
     if not failed:
-        return [_tuples(other["result"]) for other in everyone]
-    _, index, name, text = min(failed)
-    if index == processes.index and failure is not None:
+        return [other["result"] for other in everyone]
+    rank, index, name, text = min(failed)
+    is_unknown = not rank and len(failed) < len(everyone)
+    if index == processes.index and failure is not None and not is_unknown:
         raise failure
     message = f"process {processes.indices[index]} of this worker: {text}"
-    raise getattr(errors, name, errors.CenterError)(message) from failure
-
-
-def _since(begin: float) -> float:
-    return time.monotonic() - begin
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    kind = errors.CenterError if is_unknown else getattr(errors, name, None)
+    raise (kind or errors.CenterError)(message) from failure

@@ -377,7 +377,7 @@ class Worker:
 
     @property
     def notices(self) -> list[Notice]:
-        """The notices that hold now."""
+        """The notices that hold now, as logged."""
         return [n for worker in self._workers for n in worker.checks.notices.current()]
 
     @property

@@ -24,7 +24,7 @@ class Config:
     # Optimizer
     steps: int = 400  # local steps of each worker
     period: int = 10  # local steps per exchange
-    warmup: int = 20
+    warmup: int = 20  # the first local steps, in which the learning rate rises
     learning_rate: float = 1e-3
     clip: float = 1.0  # maximum global norm of the gradients
     # Output: a folder that outlives the processes, and that all of them can reach
@@ -51,4 +51,6 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
         parser.error(
             f"width must be a multiple of heads, got {config.width}, {config.heads}"
         )
+    if config.steps <= config.warmup:
+        parser.error(f"steps must be above warmup, got {config.steps}, {config.warmup}")
     return config

@@ -25,7 +25,7 @@ PyTree = Any
 def make_optimizer(config: settings.Config) -> optax.GradientTransformation:
     """Return the optimizer of the local steps; its schedule counts local steps."""
     rate = optax.warmup_cosine_decay_schedule(
-        *(0.0, config.learning_rate, config.warmup, config.warmup + config.steps)
+        *(0.0, config.learning_rate, config.warmup, config.steps)
     )
     return optax.adamw(rate, b2=0.95)
 

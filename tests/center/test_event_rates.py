@@ -19,7 +19,8 @@ def after(*times, each=(1, 10)):
 def test_rates_are_unknown_before_the_first_event():
     recent = after()
     assert recent.rates(100.0) is None
-    assert recent.idle(100.0) == (None, None)
+    assert (recent.idle(10.0), recent.idle(100.0)) == (None, 100.0)
+    assert recent.longest() is None
     assert recent.totals == (0, 0)
 
 
@@ -30,12 +31,11 @@ def test_regular_events_have_their_rate_until_one_is_overdue(interval):
     last = count * interval
     for now in (last, last + 0.9 * interval, last + 1.9 * interval):
         assert recent.rates(now) == pytest.approx((1 / interval, 10 / interval), 0.06)
-        assert (recent.idle(now)[1] or 0.0) < 2
+        assert (recent.idle(now) or 0.0) < 2 * recent.longest()
     late = last + max(10.0, 2 * interval) + 0.5
     assert recent.rates(late)[0] == 0
-    seconds, intervals = recent.idle(late)
-    assert seconds == pytest.approx(late - last)
-    assert intervals == pytest.approx(seconds / max(interval, 0.5), 0.2)
+    assert recent.idle(late) == pytest.approx(late - last)
+    assert recent.longest() == pytest.approx(max(interval, 0.5), 0.2)
 
 
 def test_rate_is_that_of_the_last_ten_seconds():
@@ -51,13 +51,14 @@ def test_time_since_the_last_event_is_compared_with_regular_pauses():
     """For example, a worker may evaluate every third round."""
     times = itertools.accumulate([1.0, 1.0, 60.0] * 5)
     recent = after(*times)
-    assert recent.idle(310.0 + 120.0) == pytest.approx((120.0, 2.0))
+    assert recent.idle(310.0 + 120.0) == pytest.approx(120.0)
+    assert recent.longest() == pytest.approx(60.0)
 
 
 def test_slow_first_event_is_forgotten():
     """A worker's first round is slow because it compiles."""
     recent = after(100.0, *(100.0 + n for n in range(1, 20)))
-    assert recent.idle(119.0 + 11.0) == (11.0, 11.0)
+    assert (recent.idle(119.0 + 11.0), recent.longest()) == (11.0, 1.0)
 
 
 @given(
@@ -73,7 +74,7 @@ def test_few_points_are_kept_and_rates_are_bounded(gaps, wait):
     exchanges, steps = recent.rates(now)
     assert 0 <= exchanges <= len(times) / 0.5
     assert steps == pytest.approx(10 * exchanges)
-    assert recent.idle(now)[0] in (None, now - times[-1])
+    assert recent.idle(now) in (None, now - times[-1])
     copied = recent.copy()
     recent.add(now + 1.0, 1, 1)
     assert copied.rates(now) == (exchanges, steps)

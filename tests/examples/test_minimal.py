@@ -1,4 +1,4 @@
-"""The two minimal examples: they are short, run as their docstrings say, and learn."""
+"""Examples are short; the two minimal ones run as their docstrings say, and learn."""
 
 import pathlib
 import re
@@ -9,9 +9,19 @@ from helpers import commands
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["minimal_worker.py", "minimal_mesh.py"])
-def test_minimal_example_has_at_most_40_lines(name):
-    assert len((EXAMPLES / name).read_text().splitlines()) <= 40
+# The examples that are made to be copied, and the most lines that each may have.
+LINES = {
+    "minimal_worker.py": 40,
+    "minimal_mesh.py": 40,
+    "levanter_lm.py": 100,
+    "on_ray_train.py": 100,
+    **{f"template/{path.name}": 100 for path in sorted(EXAMPLES.glob("template/*.*"))},
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_example_is_short(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) <= LINES[name]
 
 
 @pytest.mark.slow

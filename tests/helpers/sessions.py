@@ -89,3 +89,9 @@ def offer(server, transport, caller=EVERYBODY):
     described = servicer(server).describe(request, caller)
     offers = described.offers
     return next((each for each in offers if each.transport == transport), None)
+
+
+def is_compared(core):
+    """Return whether a center has compared all messages and versions that it has."""
+    core.look()
+    return not core._inspector._waiting

@@ -137,6 +137,64 @@ def one_process_does_not_start(center, process):
     worker_of(center).start(arrays())
 
 
+RECOVERIES = {}
+
+
+def recovery(function):
+    """Register a function that makes one exchange in the end."""
+    RECOVERIES[function.__name__] = function
+    return function
+
+
+def raises(call):
+    """Call a function that must raise."""
+    try:
+        call()
+    except Exception:
+        return
+    raise AssertionError("nothing was raised")
+
+
+@recovery
+def one_process_fails_before_it_sends(center, process):
+    worker = worker_of(center)
+
+    def full_disk(*arguments):
+        raise OSError("the disk is full")
+
+    loop = step(worker, *worker.start(arrays()))
+    worker.before_send = full_disk if process else None
+    raises(lambda: worker.exchange(*loop))
+    worker.before_send = None
+    multihost_utils.sync_global_devices("once more")
+    worker.exchange(*loop)
+    worker.leave()
+
+
+@recovery
+def one_process_fails_to_start(center, process):
+    worker = worker_of(center)
+    params = arrays()
+    raises(lambda: worker.start({"w": np.ones(3)} if process else params))
+    multihost_utils.sync_global_devices("start again")
+    worker.exchange(*step(worker, *worker.start(params)))
+    worker.leave()
+
+
+@recovery
+def name_is_taken_at_first(center, process):
+    worker = worker_of(center, "bert")
+    if process == 0:
+        taken = center.join("bert")
+    multihost_utils.sync_global_devices("taken")
+    raises(lambda: worker.start(arrays(), chief=None))
+    if process == 0:
+        taken.leave()
+    multihost_utils.sync_global_devices("free")
+    worker.exchange(*step(worker, *worker.start(arrays(), chief=None)))
+    worker.leave()
+
+
 def main():
     coordinator, process, address = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_num_cpu_devices", 1)
@@ -150,10 +208,17 @@ def main():
                 error = "nothing was raised"
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
-            seconds = time.monotonic() - begin
-            said = json.dumps([name, error, seconds])
-            sys.stdout.write(f"\nRESULT {said}\n")
-            sys.stdout.flush()
+            report(name, error, time.monotonic() - begin)
+        for name, recover in RECOVERIES.items():
+            multihost_utils.sync_global_devices(name)
+            begin = time.monotonic()
+            recover(center, process)
+            report(name, "", time.monotonic() - begin)
+
+
+def report(*result):
+    sys.stdout.write(f"\nRESULT {json.dumps(result)}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

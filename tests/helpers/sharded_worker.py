@@ -22,13 +22,18 @@ from jax.sharding import PartitionSpec as P
 import agn_optax
 from agn_optax import codecs, rules, service
 
-SHAPES = {"w": (8, 16), "v": (4, 8), "b": (3,), "s": ()}
+# Encoded in blocks of 8, the rows of "u" on two devices have the shape of "u" again.
+SHAPES = {"w": (8, 16), "v": (4, 8), "u": (2, 4, 8), "b": (3,), "s": ()}
 # Specs of the leaves, by the name of a layout.
 LAYOUTS = {
-    "fsdp": {"w": P("a"), "v": P("a"), "b": P(), "s": P()},
-    "tensor": {"w": P(None, "a"), "v": P(None, "a"), "b": P(), "s": P()},
-    "both": {"w": P("a", "b"), "v": P("b", "a"), "b": P(), "s": P()},
-    "replicated": dict.fromkeys(SHAPES, P()),
+    "fsdp": {"w": P("a"), "v": P("a")},
+    "stacked": {"w": P("a"), "v": P("a"), "u": P("a")},
+    "tensor": {"w": P(None, "a"), "v": P(None, "a"), "u": P(None, None, "a")},
+    "both": {"w": P("a", "b"), "v": P("b", "a"), "u": P("b")},
+    "replicated": {},
+}
+LAYOUTS = {
+    name: {**dict.fromkeys(SHAPES, P()), **specs} for name, specs in LAYOUTS.items()
 }
 TIMEOUT = 20.0  # s
 # Added to the gradients, by the name of the worker. The first is the chief.
@@ -47,6 +52,7 @@ class Scenario:
     flush: bool = False
     returns: bool = False  # whether the worker leaves and starts again
     together: bool = False  # whether all of WORKERS run it, in rounds
+    timed: bool = False  # whether results depend on the times at which answers arrive
 
 
 def _scenarios():
@@ -73,9 +79,10 @@ def _scenarios():
     made = {name: Scenario(rule) for name, rule in by_rule.items()}
     for name, codec in by_codec.items():
         made[name] = Scenario(rules.agn(optax.sgd(0.5), codec=codec))
-    made["overlap"] = Scenario(by_rule["agn"], settings={"overlap": True}, flush=True)
+    overlaps = {"settings": {"overlap": True}, "flush": True, "timed": True}
+    made["overlap"] = Scenario(by_rule["agn"], **overlaps)
     made["overlap_downpour"] = Scenario(
-        rules.downpour(codec=by_codec["quantize"]), settings={"overlap": True}
+        rules.downpour(codec=by_codec["quantize"]), **overlaps
     )
     made["weights"] = Scenario(by_rule["diloco"], weight=2.5, flush=True, steps=13)
     made["dynamic"] = Scenario(

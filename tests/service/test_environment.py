@@ -252,9 +252,13 @@ def test_old_address_of_a_coordinator_is_named(
     given, set_environment, caplog, address, process, warns
 ):
     set_environment()
-    given(NODE, JAX_PROCESS_ID=process, AGN_OPTAX_COORDINATOR=address)
+    with caplog.at_level("INFO", "agn_optax"):
+        given(NODE, JAX_PROCESS_ID=process, AGN_OPTAX_COORDINATOR=address)
     named = f"the coordinator's address {address} belongs to another machine"
     assert (named in caplog.text) == warns
+    # The processes that hang at an old address log it, too.
+    joins = f"process {process} joins the others of its worker at {address}:"
+    assert (joins in caplog.text) != warns
 
 
 def test_restarts_of_a_job_of_slurm_are_counted(set_environment, given):

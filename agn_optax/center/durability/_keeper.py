@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -124,6 +125,7 @@ class Keeper:
         self.saved_version: int | None = None
         self._journal = journal
         self._snapshot_error = ""  # why the last snapshot could not be written
+        self._failed_snapshots = 0  # in a row
         self._directory = Directory(journal.directory)
         self._changed = changed
         self._image: Callable[[], Image]
@@ -266,6 +268,11 @@ class Keeper:
         """The reason why changes are missing on disk; "" if none are."""
         return self.failure or self._snapshot_error
 
+    @property
+    def failures(self) -> float:
+        """Number of snapshots in a row that failed; infinite if writing has ended."""
+        return math.inf if self.failure else self._failed_snapshots
+
     def is_kept(self, recorded: int) -> bool:
         """Return whether this many records are on disk; a `failure` ends writing."""
         return recorded <= self._written
@@ -347,6 +354,7 @@ class Keeper:
                 f"no snapshot could be written to {self._directory.path}: {error}; the "
                 "next attempt follows when the next snapshot is due"
             )
+            self._failed_snapshots += 1
             _log.error("%s", self._snapshot_error)
 
     def _save(self, number: int, image: Image) -> None:
@@ -367,7 +375,8 @@ class Keeper:
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.center_id
-        self._snapshot_error = ""  # cleared before the new version can be seen
+        # Cleared before the new version can be seen.
+        self._snapshot_error, self._failed_snapshots = "", 0
         self.saved_version = int(state.version)
         log_version(f"a snapshot is in {self._directory.path},", lambda: state)
 

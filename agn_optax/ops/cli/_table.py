@@ -52,15 +52,13 @@ def of(center: _Status) -> rich.console.Group:
     Args:
       center: the status of the center, its error, or both: the last known status.
     """
-    table = [_workers(center)] if "workers" in center else []
-    warnings = [_text(warning, "bold red") for warning in _warnings(center)]
-    return rich.console.Group(*table, *warnings)
-
-
-def _warnings(center: _Status) -> list[str]:
-    """Return what an operator should know of a center, in a line each."""
-    found = [f"warning: {Notice(**notice)}" for notice in center.get("notices", ())]
-    return [*found, f"waiting: {center['error']}"] if center.get("error") else found
+    shown: list[rich.console.RenderableType] = []
+    if "workers" in center:
+        notices = [f"warning: {Notice(**notice)}" for notice in center["notices"]]
+        shown = [_workers(center), *(_text(line, "bold red") for line in notices)]
+    if center.get("error"):
+        shown.append(_text(f"waiting: {center['error']}", "bold red"))
+    return rich.console.Group(*shown)
 
 
 def _workers(center: _Status) -> rich.table.Table:

@@ -217,7 +217,9 @@ class RemoteSession(Session):
                 return
             size, link = self._in_flight[1].nbytes, self._link
             self._in_flight = self._sent_over = None
-            if link is None or size < _MIN_ACKNOWLEDGED:
+            # The center keeps a whole version until all processes have acknowledged it.
+            is_small = size < _MIN_ACKNOWLEDGED and self._share is None
+            if link is None or is_small:
                 return
             try:
                 link.send(Frame(pb.Header(acknowledge=sequence)))
@@ -301,6 +303,7 @@ class RemoteSession(Session):
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """Return the answer to the exchange in flight; None if none by ``until``."""
         assert self._in_flight is not None
+        self._missing_since = math.inf
         (sequence, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):

@@ -167,7 +167,7 @@ class Assembly:
         # Called under the core's lock, which threads take that hold this object's lock.
         if number == self._joins:  # else a process has joined again
             self.is_closed = True
-            self._whole = self._kept = None
+            self._whole = self._kept = self._failure = None
             for close in [*self._closers.values()]:
                 close()
 
@@ -333,7 +333,8 @@ class Assembly:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self._failure = self._failure or error
+        # A copy, because a raised error keeps frames and their arrays.
+        self._failure = self._failure or copy.copy(error)
         self._changed.notify_all()
 
     def answer(self, key: Key, timeout: float) -> KeptAnswer | None:

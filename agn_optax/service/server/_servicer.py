@@ -346,6 +346,8 @@ class Servicer:
         received = reader.read_buffer(bytes_schema(join.share_size), "a share")
         share = _pieces.from_bytes(received.tobytes())
         worker, session_id = join.worker, join.session_id
+        # One object, by which the assembly knows the newest connection of a process.
+        closer = context.cancel
         with self._joining:
             self._groups.check(worker, session_id, share.group)
             self.core.heartbeat(())  # a session whose lease has ended ends now
@@ -358,13 +360,13 @@ class Servicer:
                 )
             assembly.join(
                 share,
-                context.cancel,
+                closer,
                 resume=bool(join.center),
                 heartbeat_timeout=self._heartbeat_timeout,
             )
             self._assemblies = {**kept, worker: assembly}
             self._groups.join(worker, session_id, share.group)
-        return Part(assembly, share, context.cancel)
+        return Part(assembly, share, closer)
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Record the heartbeats of workers."""

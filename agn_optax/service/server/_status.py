@@ -98,7 +98,7 @@ def _status_of(
         rejected=member.rejected,
         exchanges_per_second=exchanges,
         steps_per_second=steps,
-        stalled=member.recent.idle(now)[0] if is_stalled else None,
+        stalled=member.recent.idle(now) if is_stalled else None,
         **member.totals._asdict(),
         **({} if traffic is None else dataclasses.asdict(traffic)),
     )
