@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from agn_optax._internal import check
@@ -41,6 +41,7 @@ class Thresholds:
         others.
       apart: messages in a row that point away from those of the other workers.
       one_by_one: workers whose messages are applied one by one, by a rule for rounds.
+      slow_link: factor by which a worker exchanges slower than the others.
       not_on_disk: snapshots in a row that could not be written to disk; if writing has
         ended, any threshold is reached.
       unrecorded_steps: exchanges in a row whose local steps did not reach the record.
@@ -48,7 +49,8 @@ class Thresholds:
         those that `exchange` counted.
       slow_exchange: time of an exchange, as a multiple of what its link should take.
       other_link: exchanges over another transport or network interface than expected.
-      residual: norm of the residual of a codec, as a multiple of the contribution's.
+      residual: norm of the residual of a codec, as a multiple of what the codec usually
+        keeps: the contribution's norm times the codec's compression.
 
     Raises:
       InvalidArgumentError: a threshold is negative or not finite, or a share is
@@ -70,12 +72,13 @@ class Thresholds:
     other_norm: float | None = 100.0
     apart: int | None = 10
     one_by_one: int | None = 2
+    slow_link: float | None = 10.0
     not_on_disk: int | None = 1
     unrecorded_steps: int | None = 2
     miscounted_steps: float | None = 2.0
     slow_exchange: float | None = 10.0
     other_link: int | None = 1
-    residual: float | None = 100.0
+    residual: float | None = 2.5
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -159,6 +162,17 @@ CHECKS = {
         "--center-optimizer sgd --learning-rate 0.5 for two workers); or a center "
         "optimizer of agn_optax.center_optimizers for messages that come one by one",
     ),
+    "slow_link": Check(
+        "center",
+        "the best of a worker's last five exchanges moved bytes {threshold:g} times "
+        "slower than the other workers do (the median of their best), and took 0.1 s "
+        "longer than at their rate; not in shared memory",
+        "worker {worker!r} exchanges {route} at {rate:.3g} MB/s, {value:.3g} times "
+        "slower than the other workers ({others:.3g} MB/s)",
+        "run agn-optax doctor from the worker's machine: its route may be a slower "
+        "network. If its link is slow, take overlap=True, a longer period for this "
+        "worker or a codec",
+    ),
     "not_on_disk": Check(
         "center",
         "{threshold} or more snapshots of the center in a row could not be written to "
@@ -207,9 +221,10 @@ CHECKS = {
     "residual": Check(
         "worker",
         "the norm of a codec's residual is {threshold:g} times that of the "
-        "contribution, and has grown at ten exchanges in a row",
+        "contribution times the codec's compression (bytes of the parameters divided "
+        "by those of the message), and has grown at ten exchanges in a row",
         "the residual of worker {worker!r} has a norm of {norm:.3g}, {value:.3g} times "
-        "that of its contribution, and grows",
+        "the {usual:.3g} that its codec usually keeps, and grows",
         "take a codec that sends more: more elements, more bits or smaller blocks. If "
         "the center drops or rejects the messages of this worker, see to that first",
     ),
@@ -291,12 +306,31 @@ class Notices:
                 with self._lock:
                     self._current.pop((name, worker), None)
 
-    def _start(self, notice: Notice) -> None:
+    def adopt(self, notices: Iterable[Notice], *, is_logged: bool) -> None:
+        """Replace the notices of a center's checks by those of its answer to a worker.
+
+        Args:
+          notices: the notices; those of unknown checks are ignored, which a newer
+            center may send.
+          is_logged: whether this process has logged them already.
+        """
+        rows = CHECKS.items()
+        known = {name for name, row in rows if row.observer == "center"}
+        found = [notice for notice in notices if notice.check in known]
+        kept = {(notice.check, notice.worker) for notice in found}
+        with self._lock:
+            for key in [k for k in self._current if k[0] in known and k not in kept]:
+                del self._current[key]
+        for notice in found:
+            self._start(notice, is_logged=is_logged)
+
+    def _start(self, notice: Notice, *, is_logged: bool = False) -> None:
         """Keep a notice, and log it unless it was logged a short time ago."""
         now, key = time.monotonic(), (notice.check, notice.worker)
         with self._lock:
             self._current[key] = notice
             is_due = now - self._logged.get(key, -math.inf) >= REPEAT
+            is_due = is_due and not is_logged
             if is_due:
                 self._logged = {
                     k: at for k, at in self._logged.items() if now - at < REPEAT
@@ -311,11 +345,27 @@ class Notices:
             for key in [key for key in self._current if key[1] == worker]:
                 del self._current[key]
 
-    def current(self) -> list[Notice]:
-        """Return the notices that hold now, in the order of the table and of names."""
+    def current(self, observer: str = "") -> list[Notice]:
+        """Return the notices that hold now, in the order of the table and of names.
+
+        Args:
+          observer: "center" or "worker", for those of its checks; "" for all.
+        """
         with self._lock:
             order = {name: place for place, name in enumerate(CHECKS)}
-            return sorted(self._current.values(), key=lambda n: (order[n.check], n[1]))
+            found = [
+                notice
+                for notice in self._current.values()
+                if observer in ("", CHECKS[notice.check].observer)
+            ]
+        return sorted(found, key=lambda n: (order[n.check], n.worker))
+
+
+def check_thresholds(thresholds: Any) -> None:
+    """Raise `InvalidTypeError` unless this is None or `Thresholds`."""
+    if thresholds is not None:
+        expected = "thresholds must be agn_optax.center.Thresholds(...)"
+        check.instance(thresholds, Thresholds, expected)
 
 
 def condition(name: str) -> str:

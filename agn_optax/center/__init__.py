@@ -10,7 +10,7 @@ functions centers and workers call. Names imported `as` themselves are not publi
 layers above use them.
 """
 
-from agn_optax._internal import Thresholds
+from agn_optax._internal import Notice, Thresholds
 from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
@@ -46,7 +46,7 @@ from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center._submission import plain as plain
 from agn_optax.center._submission import plain_fields as plain_fields
 from agn_optax.center._transfer import ExpectedLink as ExpectedLink
-from agn_optax.center._transfer import Transfer as Transfer
+from agn_optax.center._transfer import Transfer
 from agn_optax.center.durability import Journal
 
 __all__ = [
@@ -59,9 +59,11 @@ __all__ = [
     "Limits",
     "LocalCenter",
     "MessageLimits",
+    "Notice",
     "Session",
     "Snapshot",
     "Submission",
     "Synchronous",
     "Thresholds",
+    "Transfer",
 ]

@@ -29,9 +29,10 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Notices, check, combinations, in_background
+from agn_optax._internal import Notice, Notices, check, combinations, in_background
 from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
+from agn_optax.center._links import Links
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState, Store, Version, log_version
@@ -91,6 +92,7 @@ class Core:
       ledger: the ledger; read it only under `atomically`.
       keeper: saves the center on disk; None without a durability.
       notices: what goes wrong now.
+      links: the rates of workers over a network; only a server knows them.
     """
 
     def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
@@ -107,6 +109,7 @@ class Core:
         # Workers of an elastic rule spread around the center: their messages differ.
         compares = self.notices.is_on("apart") and rule.adopts == "after"
         self._inspector = Inspector(self.notices, compares=compares)
+        self.links = Links(self.notices)
         self._next_look = 0.0  # time, s
         self._measure_one_by_one(workers=0)
         self._dtype = check.float_dtype(settings.dtype, "dtype")
@@ -551,6 +554,11 @@ class Core:
         self._measure_one_by_one(len(names))
         self._inspector.read(names)
 
+    def notices_for(self, worker: str) -> tuple[Notice, ...]:
+        """Return the notices of the center's checks for a worker's answer."""
+        found = self.notices.current("center")
+        return tuple(notice for notice in found if notice.worker in ("", worker))
+
     def _measure_one_by_one(self, workers: int) -> None:
         """Say how far workers move a center that makes no rounds of their messages."""
         rule, mode = self.rule, self.ledger.mode
@@ -715,7 +723,8 @@ class LocalSession(Session):
         self.wait_until_kept(kept)
         snapshot = self._core.snapshot(kept.version)
         jax.block_until_ready(kept.read)
-        return kept.answer._replace(params=snapshot.params)
+        notices = self._core.notices_for(self.worker)
+        return kept.answer._replace(params=snapshot.params, notices=notices)
 
     def answer(self, sequence: int, timeout: float | None = None) -> KeptAnswer | None:
         """Return the answer to an exchange as the center keeps it.

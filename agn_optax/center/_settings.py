@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import Thresholds, check
+from agn_optax._internal import Thresholds, check, notices
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._limits import Limits
 from agn_optax.center._modes import Asynchronous, Mode
@@ -72,9 +72,7 @@ class CenterSettings:
             )
         check.float_dtype(self.dtype, "dtype")
         self._check_limits()
-        if self.thresholds is not None:
-            expected = "thresholds must be agn_optax.center.Thresholds(...)"
-            check.instance(self.thresholds, Thresholds, expected)
+        notices.check_thresholds(self.thresholds)
         check.whole_number(self.barrier, "barrier", least=0, optional=False)
         max_workers = (self.limits or Limits()).max_workers
         if max_workers is not None and self.barrier > max_workers:

@@ -306,6 +306,7 @@ class ShardedCenter:
             pace=min(paces, default=None),
             is_partial=len({answer.applied for answer in answers}) > 1,
             received=sum(received) if received else None,
+            notices=tuple(notice for answer in answers for notice in answer.notices),
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import Notice, check
 
 PyTree = Any
 
@@ -122,6 +122,8 @@ class Answer(NamedTuple):
     # True if some shards of the center applied the message and others did not.
     is_partial: bool = False
     received: int | None = None  # bytes received; None if nothing was transferred
+    # What goes wrong at the center, and with this worker as the center sees it.
+    notices: tuple[Notice, ...] = ()
 
     @property
     def snapshot(self) -> Snapshot:

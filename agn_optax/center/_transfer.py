@@ -15,12 +15,14 @@ from agn_optax._internal import check
 class ExpectedLink:
     """How exchanges are expected to travel between a worker and its center.
 
-    A worker warns if they travel in another way, or ten times slower than expected (see
-    `agn_optax.center.Thresholds`). None expects nothing.
+    A worker warns if they travel in another way, or if five exchanges in a row take ten
+    times as long as expected and at least 0.1 s longer (`agn_optax.center.Thresholds`
+    changes the ten). None expects nothing.
 
     Args:
-      rate: bytes per second that the link moves, a positive number. Without it,
-        exchanges are compared with the fastest earlier one of the worker.
+      rate: bytes per second that the link moves, a positive number, without its round
+        trip, which is measured. Without a rate, exchanges are compared with the fastest
+        earlier one of the worker.
       interface: name of the network interface, such as ``"ib0"``, for messages that
         leave this process over a network. Only known on Linux.
       transport: name of the transport: ``"memory"``, ``"socket"`` or ``"grpc"``.
@@ -70,3 +72,4 @@ class Transfer(NamedTuple):
     expected: ExpectedLink = ExpectedLink()
     # Why a direct connection, which the center offers, was not made; "" if it was.
     detour: str = ""
+    round_trip: float = 0.0  # seconds of the fastest call so far; 0 if unknown

@@ -185,7 +185,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "notices", "attempt")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "notices", "attempt", "transfer")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,7 @@ class Message(_message.Message):
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
@@ -218,7 +219,18 @@ class Message(_message.Message):
     reported: _containers.ScalarMap[str, float]
     notices: _containers.ScalarMap[str, str]
     attempt: int
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., notices: _Optional[_Mapping[str, str]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    transfer: Transfer
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., notices: _Optional[_Mapping[str, str]] = ..., attempt: _Optional[int] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ...) -> None: ...
+
+class Transfer(_message.Message):
+    __slots__ = ("interface", "nbytes", "seconds")
+    INTERFACE_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    interface: str
+    nbytes: int
+    seconds: float
+    def __init__(self, interface: _Optional[str] = ..., nbytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema_hash", "schema_size", "share_size")
@@ -251,7 +263,7 @@ class PullRequest(_message.Message):
     def __init__(self, wait: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace", "held")
+    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace", "held", "notices")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +273,7 @@ class Snapshot(_message.Message):
     NORM_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
     sequence: int
@@ -270,7 +283,8 @@ class Snapshot(_message.Message):
     norm: float
     pace: float
     held: float
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ..., held: _Optional[float] = ...) -> None: ...
+    notices: _containers.RepeatedCompositeFieldContainer[Notice]
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ..., held: _Optional[float] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("missing",)
@@ -323,7 +337,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "waits", "stalled", "exchanges", "dropped", "rejected", "staleness", "norm", "period", "exchanges_per_second", "steps_per_second", "reported", "joined", "seen", "transport", "bytes_received", "bytes_sent", "steps_made", "steps_delivered", "weight_made", "weight_delivered")
+    __slots__ = ("name", "connected", "waits", "stalled", "exchanges", "dropped", "rejected", "staleness", "norm", "period", "exchanges_per_second", "steps_per_second", "reported", "joined", "seen", "transport", "bytes_received", "bytes_sent", "steps_made", "steps_delivered", "weight_made", "weight_delivered", "interface", "rate")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +367,8 @@ class WorkerStatus(_message.Message):
     STEPS_DELIVERED_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_MADE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    INTERFACE_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     connected: bool
     waits: bool
@@ -375,7 +391,9 @@ class WorkerStatus(_message.Message):
     steps_delivered: int
     weight_made: float
     weight_delivered: float
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., steps_made: _Optional[int] = ..., steps_delivered: _Optional[int] = ..., weight_made: _Optional[float] = ..., weight_delivered: _Optional[float] = ...) -> None: ...
+    interface: str
+    rate: float
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., steps_made: _Optional[int] = ..., steps_delivered: _Optional[int] = ..., weight_made: _Optional[float] = ..., weight_delivered: _Optional[float] = ..., interface: _Optional[str] = ..., rate: _Optional[float] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("check", "worker", "text", "remedy")

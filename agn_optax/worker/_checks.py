@@ -6,6 +6,7 @@ are computed, so that no check makes an exchange wait.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -13,20 +14,22 @@ from collections.abc import Sequence
 import jax
 
 from agn_optax._internal import Notices, Thresholds
-from agn_optax.center import Transfer
+from agn_optax.center import Answer, Transfer
 from agn_optax.rules import Rule
-from agn_optax.worker._programs import Looked
+from agn_optax.worker._programs import MessageNumbers
 
-# Seconds beyond what the link should take: less is noise of a busy machine, and more is
-# said after a single exchange.
-_LEAST_LOSS, _GREAT_LOSS = 0.1, 10.0
+_log = logging.getLogger("agn_optax")
+
+# Seconds beyond those expected of the link: fewer are noise of a busy machine, and more
+# than the second number count after a single exchange.
+_MIN_EXCESS, _LARGE_EXCESS = 0.1, 10.0
 _LEAST_SECONDS = 1e-4  # of an exchange, as far as rates can be measured
 _IN_A_ROW = 5  # slow exchanges that are needed for a notice otherwise
 _GROWS_FOR = 9  # times, between ten exchanges
 
 
-class Checks:
-    """What goes wrong in the exchanges of one fragment.
+class ExchangeChecks:
+    """Compare the exchanges of one fragment with the thresholds of a worker.
 
     Args:
       worker: name of the worker.
@@ -41,25 +44,38 @@ class Checks:
         self.notices = Notices(thresholds)
         self._worker = worker
         self._needs_steps = not rule.needs_params
-        # Numbers about a message, and the local steps that `exchange` has counted for
-        # it; kept until the device has computed them.
-        self._pending: tuple[Looked, int] | None = None
+        # Numbers about a message, the local steps that `exchange` has counted for it,
+        # and how much its codec saves; kept until the device has computed them.
+        self._pending: tuple[MessageNumbers, int, float] | None = None
         self._empty = 0  # messages without local steps, in a row
         self._residual, self._growing = 0.0, 0  # last norm, and exchanges of growth
         self._rates: dict[str, float] = {}  # the best ones, bytes per second by address
         # By address: how much slower than expected the last exchanges were.
-        self._delays: dict[str, deque[float]] = {}
-        self._detours: dict[str, int] = {}  # exchanges by another link, in a row
+        self._factors: dict[str, deque[float]] = {}
+        self._routes: dict[str, str] = {}  # the last one, by address
+        self._other_routes: dict[str, int] = {}  # exchanges by one, in a row
 
     def begin_session(self) -> None:
         """Forget an earlier session, but not how fast its links were."""
         self._pending, self._empty, self._growing = None, 0, 0
         self.notices.forget(self._worker)
+        self.notices.adopt((), is_logged=True)
 
-    def add(self, looked: Looked, counted: int) -> None:
-        """Add a message; if an earlier one is not computed yet, that one is checked."""
+    def add(self, numbers: MessageNumbers, counted: int, compression: float) -> None:
+        """Add a message; if an earlier one is not computed yet, that one is checked.
+
+        Args:
+          numbers: numbers about the message.
+          counted: the local steps that `exchange` has counted for it.
+          compression: bytes of the parameters divided by those of the message.
+        """
         if self._pending is None:
-            self._pending = looked, counted
+            self._pending = numbers, counted, compression
+
+    def adopt(self, answer: Answer) -> None:
+        """Take over the notices of the center, which an answer has."""
+        # A center in this process, from which no bytes come, has logged them.
+        self.notices.adopt(answer.notices, is_logged=answer.received is None)
 
     def after_exchange(self, transfers: Sequence[Transfer]) -> None:
         """Measure all that is known after an exchange, and log new notices."""
@@ -68,10 +84,11 @@ class Checks:
             leaf.is_ready() for leaf in jax.tree.leaves(self._pending[0])
         ):
             return
-        (looked, counted), self._pending = self._pending, None
-        self._check_steps(int(looked.local_steps), counted)
-        if looked.residual_norms is not None:
-            self._check_residual(*map(float, jax.device_get(looked.residual_norms)))
+        (numbers, counted, compression), self._pending = self._pending, None
+        self._check_steps(int(numbers.local_steps), counted)
+        if numbers.residual_norms is not None:
+            residual, contribution = map(float, jax.device_get(numbers.residual_norms))
+            self._check_residual(residual, contribution * max(compression, 1.0))
 
     def _check_steps(self, steps: int, counted: int) -> None:
         """Compare the steps in the record with the calls of `exchange`.
@@ -92,55 +109,84 @@ class Checks:
             "miscounted_steps", value, steps=steps, counted=counted, length=length
         )
 
-    def _check_residual(self, residual: float, contribution: float) -> None:
+    def _check_residual(self, residual: float, usual: float) -> None:
+        """Compare a residual with the norm that its codec usually keeps.
+
+        A codec that sends one element of n sends each after n messages, about, so that
+        its residual grows up to some n contributions, and then grows no more.
+        """
         self._growing = self._growing + 1 if residual > self._residual else 0
         self._residual = residual
-        grows = self._growing >= _GROWS_FOR
-        value = residual / contribution if contribution else math.inf
-        self._measure("residual", value if grows else None, norm=residual)
+        value = residual / usual if usual else math.inf
+        is_growing = self._growing >= _GROWS_FOR
+        self._measure(
+            "residual", value if is_growing else None, norm=residual, usual=usual
+        )
 
     def _check_links(self, transfers: Sequence[Transfer]) -> None:
-        self._check_way(transfers)
-        slowest = max(map(self._delay_of, transfers), default=None)
+        for transfer in transfers:
+            self._log_route(transfer)
+        self._check_routes(transfers)
+        slowest = max(map(self._factor_of, transfers), default=None)
         if slowest is None:
             return
-        delay, link, seconds = slowest
-        self._measure("slow_exchange", delay, link=link, seconds=seconds)
+        factor, link, seconds = slowest
+        self._measure("slow_exchange", factor, link=link, seconds=seconds)
 
-    def _delay_of(self, transfer: Transfer) -> tuple[float, str, float]:
+    def _log_route(self, transfer: Transfer) -> None:
+        """Log how a worker exchanges, at first and when that changes."""
+        route = _route(transfer)
+        if self._routes.get(transfer.address) == route:
+            return
+        self._routes[transfer.address] = route
+        rate = transfer.nbytes / max(transfer.seconds, _LEAST_SECONDS)
+        _log.info(
+            "worker %r exchanges %s: %.3g MB at %s, round trip %.2g ms",
+            self._worker,
+            route,
+            transfer.nbytes / 1e6,
+            _shown(rate),
+            1e3 * transfer.round_trip,
+        )
+
+    def _factor_of(self, transfer: Transfer) -> tuple[float, str, float]:
         """Return how many times slower than expected an exchange was.
 
-        Unless much time was lost, only several slow exchanges in a row count, because
-        an exchange can be slow once on any machine.
+        A rate that was given is that of the link alone, without its round trip. Unless
+        much time was lost, only several slow exchanges in a row count, because an
+        exchange can be slow once on any machine.
 
         Returns:
           The factor, and the link and its seconds for the notice.
         """
         address, seconds = transfer.address, max(transfer.seconds, _LEAST_SECONDS)
         rate = transfer.nbytes / seconds
+        best = self._rates.get(address, rate)
+        self._rates[address] = max(rate, best)
         expected, source = transfer.expected.rate, "as given"
         if expected is None:
-            expected, source = self._rates.get(address, rate), "its best so far"
-        self._rates[address] = max(rate, self._rates.get(address, rate))
-        usual = transfer.nbytes / expected
-        loss = seconds - usual
-        last = self._delays.setdefault(address, deque(maxlen=_IN_A_ROW))
-        factor = seconds / usual if loss > _LEAST_LOSS else 0.0
-        last.extend([factor] * (_IN_A_ROW if loss > _GREAT_LOSS else 1))
+            expected, source = best, "its best so far"
+            usual = transfer.nbytes / expected
+        else:
+            usual = transfer.nbytes / expected + transfer.round_trip
+        excess_seconds = seconds - usual
+        last = self._factors.setdefault(address, deque(maxlen=_IN_A_ROW))
+        factor = seconds / usual if excess_seconds > _MIN_EXCESS else 0.0
+        last.extend([factor] * (_IN_A_ROW if excess_seconds > _LARGE_EXCESS else 1))
         link = (
-            f"{_way(transfer)} at {_shown(rate)}, and {_shown(expected)} was expected "
-            f"({source})"
+            f"{_route(transfer)} at {_shown(rate)}, and {_shown(expected)} was "
+            f"expected ({source})"
         )
         return min(last) if len(last) == _IN_A_ROW else 0.0, link, seconds
 
-    def _check_way(self, transfers: Sequence[Transfer]) -> None:
+    def _check_routes(self, transfers: Sequence[Transfer]) -> None:
         """Compare transports and interfaces with those that were expected."""
         found = 0, "", ""
         for transfer in transfers:
-            wanted = _other_way(transfer)
-            before = self._detours.get(transfer.address, 0)
-            times = self._detours[transfer.address] = before + 1 if wanted else 0
-            found = max(found, (times, _way(transfer), wanted))
+            wanted = _wanted_route(transfer)
+            before = self._other_routes.get(transfer.address, 0)
+            times = self._other_routes[transfer.address] = before + 1 if wanted else 0
+            found = max(found, (times, _route(transfer), wanted))
         times, link, wanted = found
         self._measure("other_link", times, link=link, expected=wanted)
 
@@ -148,8 +194,8 @@ class Checks:
         self.notices.measure(name, value, self._worker, **values)
 
 
-def _other_way(transfer: Transfer) -> str:
-    """Return in which other way a transfer was expected; "" if it was in this one."""
+def _wanted_route(transfer: Transfer) -> str:
+    """Return the expected route of a transfer; "" if it took that one."""
     expected = transfer.expected
     if expected.transport not in (None, transfer.transport):
         why = f" ({transfer.detour})" if transfer.detour else ""
@@ -162,7 +208,7 @@ def _other_way(transfer: Transfer) -> str:
     return ""
 
 
-def _way(transfer: Transfer) -> str:
+def _route(transfer: Transfer) -> str:
     over = {None: "", "": " without a network"}.get(
         transfer.interface, f" over interface {transfer.interface!r}"
     )

@@ -29,12 +29,12 @@ from agn_optax import round as rounds
 from agn_optax._internal import Thresholds, check, trees
 from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
-from agn_optax.worker._checks import Checks
+from agn_optax.worker._checks import ExchangeChecks
 from agn_optax.worker._flight import Message, was_not_applied
 from agn_optax.worker._layout import Layout, layout_of
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import ProcessesCenter
-from agn_optax.worker._programs import Looked, programs
+from agn_optax.worker._programs import MessageNumbers, programs
 
 PyTree = Any
 Loop = tuple[PyTree, LocalState]  # parameters and state of a fragment
@@ -105,7 +105,7 @@ class FragmentWorker:
         self.dropped = 0
         self.rejected = 0
         self.answer: Answer | None = None
-        self.checks = Checks(name, center.rule, thresholds)
+        self.checks = ExchangeChecks(name, center.rule, thresholds)
         self.pace: float | None = None
         # True if the length of rounds follows the worker's speed.
         self._is_dynamic = isinstance(period, rounds.DynamicPeriod)
@@ -317,10 +317,10 @@ class FragmentWorker:
             return self._send_in_background(params, state)
         else:
             anchor = self.require_start()
-            contribution, codec_state, looked = self.programs.contribute(
+            contribution, codec_state, numbers = self.programs.contribute(
                 state, params, anchor.params
             )
-            message = self._new_message(contribution, looked, codec_state)
+            message = self._new_message(contribution, numbers, codec_state)
             self.message = message
         return self._send_and_wait(message, params, state)
 
@@ -360,12 +360,12 @@ class FragmentWorker:
             contribution, *_ = self.programs.contribute(state, params, anchor.params)
             copied = params if self.programs.keeps_sent else None
             spare = trees.copy((contribution, copied))
-        contribution, sent, state, looked = self.programs.send(
+        contribution, sent, state, numbers = self.programs.send(
             spare, params, state, anchor.params
         )
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        message = self._new_message(contribution, looked)
+        message = self._new_message(contribution, numbers)
         self._begin_flight(message, sent)
         return params, state
 
@@ -375,10 +375,12 @@ class FragmentWorker:
         self.machine.send()
 
     def _new_message(
-        self, contribution: PyTree, looked: Looked, codec_state: PyTree = None
+        self, contribution: PyTree, numbers: MessageNumbers, codec_state: PyTree = None
     ) -> Message:
         anchor, counts = self.require_start(), self.machine.message
-        self.checks.add(looked, counts.steps)
+        size = trees.nbytes(self._expected[0])
+        compression = size / max(trees.nbytes(contribution), 1)
+        self.checks.add(numbers, counts.steps, compression)
         submission = Submission(
             self.machine.number,
             contribution,
@@ -386,7 +388,7 @@ class FragmentWorker:
             steps=counts.steps,
             weight=counts.weight,
             reported=dict(self.reported),
-            notices={n.check: n.text for n in self.checks.notices.current()},
+            notices={n.check: n.text for n in self.checks.notices.current("worker")},
         )
         return Message(self.session, submission, codec_state)
 
@@ -494,6 +496,7 @@ class FragmentWorker:
         self.dropped += not (answer.applied or answer.rejected)
         self.rejected += bool(answer.rejected)
         self.answer = answer._replace(params=None)
+        self.checks.adopt(answer)
         if answer.pace is not None:
             self.pace = answer.pace
         elif self._is_dynamic and self.machine.completed == 2:  # enough to measure it

@@ -45,7 +45,7 @@ class StreamingState(NamedTuple):
         return self.fragments[0].local_steps
 
 
-class Looked(NamedTuple):
+class MessageNumbers(NamedTuple):
     """Numbers about a message, on the device, for the checks of a worker.
 
     They are results of the programs, because adopting an answer donates the state.
@@ -113,13 +113,13 @@ def programs(
 
     def contribute(
         state: LocalState, params: PyTree, anchor: PyTree
-    ) -> tuple[PyTree, PyTree, Looked]:
+    ) -> tuple[PyTree, PyTree, MessageNumbers]:
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
-        return contribution, codec_state, look(state, params, anchor)
+        return contribution, codec_state, numbers_of(state, params, anchor)
 
-    def look(state: LocalState, params: PyTree, anchor: PyTree) -> Looked:
+    def numbers_of(state: LocalState, params: PyTree, anchor: PyTree) -> MessageNumbers:
         norms = rounds.residual_norms(rule, state, params, anchor)
-        return Looked(state.local_steps, norms)
+        return MessageNumbers(state.local_steps, norms)
 
     def reset(
         params: PyTree,
@@ -155,12 +155,12 @@ def programs(
     # The next message overwrites them, because allocating new ones would take longer.
     def send(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
-    ) -> tuple[PyTree, rounds.Sent, LocalState, Looked]:
+    ) -> tuple[PyTree, rounds.Sent, LocalState, MessageNumbers]:
         contribution, begun = rounds.send_and_begin(rule, state, params, anchor)
-        looked = look(state, params, anchor)
+        numbers = numbers_of(state, params, anchor)
         copied = params if keeps_sent else None
         contribution, copied = rounds.overwrite(spare, (contribution, copied))
-        return contribution, rounds.Sent(copied, state.local_steps), begun, looked
+        return contribution, rounds.Sent(copied, state.local_steps), begun, numbers
 
     def continue_without_answer(
         params: PyTree, state: LocalState

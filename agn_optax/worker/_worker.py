@@ -20,7 +20,14 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import Notice, Thresholds, check, combinations, trees
+from agn_optax._internal import (
+    Notice,
+    Thresholds,
+    check,
+    combinations,
+    notices,
+    trees,
+)
 from agn_optax.center import MAX_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._fragment import (
@@ -138,8 +145,9 @@ class Worker:
         the center; None before the first measurement.
       resume_token: this worker's session, for `restore` to continue; None before the
         start.
-      notices: the notices that hold now, as logged. The next message takes them to a
-        served center, whose status and page show them.
+      notices: the notices that hold now, as logged: those of this worker's checks,
+        which the next message takes to a served center; and those of the center, about
+        itself or this worker, which each answer brings.
       due: whether the next call of `exchange` sends a message, or may adopt an answer.
 
     Raises:
@@ -187,9 +195,7 @@ class Worker:
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
         _check_callbacks(callbacks)
-        if thresholds is not None:
-            expected = "thresholds must be agn_optax.center.Thresholds(...)"
-            check.instance(thresholds, Thresholds, expected)
+        notices.check_thresholds(thresholds)
         self.center = center
         self.fragments = fragments
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"

@@ -12,7 +12,10 @@ import typer
 from helpers.commands import command, fails, succeeds
 
 from agn_optax import Worker, errors, rules, service
+from agn_optax.center import MessageLimits
 from agn_optax.ops import units
+
+RULE = rules.downpour()
 
 
 def test_status_shows_center_and_workers(new_server):
@@ -39,6 +42,30 @@ def test_status_as_json(new_server):
     assert worker["exchanges_per_second"] > 0
     assert worker["steps_per_second"] == 2 * worker["exchanges_per_second"]
     assert worker["stalled"] is None
+
+
+def test_status_watch_and_doctor_show_notices():
+    limits = service.Limits(messages=MessageLimits(norm=1.0), calls=None)
+    params = {"w": jnp.ones(4)}
+    with (
+        service.serve(RULE, params, limits=limits) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        worker = Worker(center, optax.sgd(10.0), period=1, name="anna")
+        params, state = worker.start()
+        for _ in range(2):
+            updates, state = worker.tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = worker.exchange(params, state)
+        assert worker.rejected == 2
+        found = "2 of the last 2 messages of worker 'anna' were rejected"
+        remedy = "take a smaller learning rate"
+        for name, *options in ("status",), ("watch", "--count=1"), ("doctor", "--json"):
+            shown = " ".join(succeeds(name, server.address, *options).split())
+            assert found in shown, shown
+            assert remedy in shown, shown
+        (notice,) = json.loads(succeeds("status", server.address, "--json"))["notices"]
+        assert (notice["check"], notice["worker"]) == ("lost_messages", "anna")
 
 
 def test_status_of_a_center_without_parameters():
@@ -97,6 +124,8 @@ def a_worker(name, **values):
         "stalled": None,
         "staleness": 7,
         "transport": "memory",
+        "interface": "",
+        "rate": 2.5e9,
         "seen": 0.4,
         "period": 100,
         "rejected": 0,

@@ -2,19 +2,22 @@
 
 import contextlib
 import dataclasses
+import functools
 import socket
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import network, ports, sessions, shared
+from helpers import network, pieces, ports, sessions, shared
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, service
 from agn_optax._internal import notices
 from agn_optax.center import (
     BoundedStaleness,
+    MessageLimits,
     Submission,
     Synchronous,
     Thresholds,
@@ -22,11 +25,13 @@ from agn_optax.center import (
 )
 from agn_optax.service import ExpectedLink
 from agn_optax.service import center_pb2 as pb
-from agn_optax.worker._checks import Checks
+from agn_optax.worker._checks import ExchangeChecks
 
 RULE = shared.downpour()
 PARAMS = {"w": jnp.zeros(25_000)}  # 100 KB
 ONES = jax.tree.map(jnp.ones_like, PARAMS)
+ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
+LARGE = jax.tree.map(lambda leaf: 1e6 * leaf, ONES)
 SLOW = 0.5e6  # bytes/s, at which an exchange takes 0.4 s
 OF_CENTER = {n for n, row in notices.CHECKS.items() if row.observer == "center"}
 OTHER = [name for _, name in socket.if_nameindex() if name != "lo"]
@@ -132,7 +137,7 @@ def test_link_as_slow_as_its_given_rate_is_not_said():
     ("seconds", "found"), [(0.9, []), (1.5, []), (11.5, ["slow_exchange"])]
 )
 def test_exchange_that_is_slow_once_is_said_if_it_loses_ten_seconds(seconds, found):
-    checks = Checks("anna", RULE, None)
+    checks = ExchangeChecks("anna", RULE, None)
     usual = Transfer("center:1", "socket", "eth0", 10**6, 0.1)
     slow = usual._replace(seconds=seconds)
     for transfer, names in ((usual, []), (slow, found), (usual, [])):
@@ -141,11 +146,21 @@ def test_exchange_that_is_slow_once_is_said_if_it_loses_ten_seconds(seconds, fou
 
 
 def test_transfer_that_takes_milliseconds_longer_is_not_said():
-    checks = Checks("anna", RULE, None)
+    checks = ExchangeChecks("anna", RULE, None)
     usual = Transfer("center:1", "socket", "eth0", 10**4, 0.001)
     for seconds in (0.001, *[0.09] * 10):
         checks.after_exchange([usual._replace(seconds=seconds)])
     assert checks.notices.current() == []
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(3.0, []), (5.0, ["slow_exchange"])])
+def test_expected_time_is_that_of_the_given_rate_and_the_round_trip(seconds, found):
+    checks = ExchangeChecks("anna", RULE, None)
+    expected = ExpectedLink(rate=1e7)
+    slow = Transfer("center:1", "socket", "eth0", 10**6, seconds, expected)
+    for _ in range(5):
+        checks.after_exchange([slow._replace(round_trip=0.3)])
+    assert [notice.check for notice in checks.notices.current()] == found
 
 
 def test_time_at_the_center_is_not_that_of_the_link():
@@ -296,46 +311,221 @@ def test_residual_that_doubles_is_said_within_ten_exchanges(overlap, caplog):
     ):
         loop = Loop(center, overlap=overlap)
         notice = loop.exchange_until_found("residual", most=10 + 2 * overlap)
-        assert "times that of its contribution, and grows" in notice.text
+        assert "that its codec usually keeps, and grows" in notice.text
         loop.exchange(1 + overlap)
         assert list(at_center(server)) == ["residual"]
     assert notice.text in caplog.text
 
 
-def test_residual_of_a_sparse_codec_is_not_said():
+@pytest.mark.parametrize(
+    ("codec", "times"),
+    [
+        (codecs.top_k(5, block=100), 30),
+        (codecs.top_k(1, block=100), 120),
+        (codecs.quantize(4, block=100), 20),
+        (codecs.sign(), 30),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_residual_of_a_sparse_or_coarse_codec_is_not_said(codec, times):
     """It grows at first, up to what the codec leaves out."""
-    rule = shared.downpour(codec=codecs.error_feedback(codecs.top_k(5, block=100)))
+    rule = shared.downpour(codec=codecs.error_feedback(codec))
     loop = Loop(agn_optax.LocalCenter(rule, PARAMS))
-    for _ in range(30):
+    for _ in range(times):
         loop.exchange()
         assert loop.found == []
 
 
-def test_residual_of_messages_that_are_all_dropped_is_said():
+def test_messages_rejected_by_the_center_are_said_by_the_worker(caplog):
+    limits = service.Limits(messages=MessageLimits(norm=100.0))
+    with (
+        service.serve(RULE, PARAMS, address="127.0.0.1:0", limits=limits) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        loop, other = Loop(center), Loop(center, name="ben")
+        other.exchange()
+        loop.exchange()
+        caplog.clear()
+        notice = loop.exchange_until_found("lost_messages", grads=LARGE)
+        assert (notice.worker, notice.check) == ("anna", "lost_messages")
+        assert "the last one was rejected" in notice.text
+        assert caplog.text.count(notice.text) == 2  # by the center, and the worker
+        other.exchange()
+        assert other.found == []  # it is about anna
+        with service.Observer(server.address) as observer:
+            (known,) = observer.status()["notices"]  # it is not sent back
+        assert known == notice._asdict()
+        loop.exchange(10)
+        assert loop.found == []
+
+
+def test_notices_of_the_center_reach_the_callbacks_of_its_workers(caplog):
+    center = agn_optax.LocalCenter(RULE, PARAMS, thresholds=Thresholds(still_center=2))
+    loop = Loop(center)
+    loop.exchange(2, grads=ZEROS)
+    wait_until(lambda: center.notices)  # it looks at most once a second by itself
+    notice = loop.exchange_until_found("still_center", grads=ZEROS)
+    assert notice.worker == ""
+    assert caplog.text.count("has hardly moved") == 1  # the center is in this process
+
+
+def test_notices_of_the_shards_of_a_center_reach_its_workers():
+    limits = service.Limits(messages=MessageLimits(norm=1.0))
+    with (
+        service.serve(RULE, address="127.0.0.1:0", limits=limits) as first,
+        service.serve(RULE, address="127.0.0.1:0", limits=limits) as second,
+        service.connect([first.address, second.address], RULE) as center,
+    ):
+        worker = agn_optax.Worker(center, shared.sgd(0.1), period=1, name="anna")
+        params, state = worker.start({"a": jnp.ones(8), "b": jnp.ones(8)}, chief=True)
+        for _ in range(2):
+            grads = jax.tree.map(lambda leaf: 1e6 * leaf, params)
+            updates, state = worker.tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = worker.exchange(params, state)
+        assert [n.check for n in worker.notices] == ["lost_messages"]
+
+
+def test_link_that_is_slow_from_the_start_is_said_by_comparison(served):
+    offers = sessions.servicer(served).offers
+    with (
+        network.Network(served, "socket", SLOW) as between,
+        service.connect(between.address, RULE, transports=["socket"]) as far,
+        service.connect(served.address, RULE, transports=["memory"]) as near,
+        service.Observer(served.address) as observer,
+    ):
+        loop = Loop(far)
+        sessions.servicer(served).offers = offers
+        memory = Loop(near, name="ben")
+        for _ in range(8):
+            loop.exchange()
+            memory.exchange()
+            assert loop.found == []  # exchanges in shared memory are not compared
+        with service.connect(served.address, RULE, transports=["grpc"]) as third:
+            other = Loop(third, name="carl")
+            other.exchange(6)
+            notice = loop.exchange_until_found("slow_link", most=2)
+            assert notice.worker == "anna"
+            assert "exchanges by 'socket' over interface 'lo' at 0.4" in notice.text
+            other.exchange()
+            assert other.found == []
+            workers = {w["name"]: w for w in observer.status()["workers"]}
+    assert workers["anna"]["interface"] == "lo"
+    assert 0.3e6 < workers["anna"]["rate"] <= SLOW
+    assert workers["ben"]["interface"] == ""
+    assert workers["carl"]["rate"] > 10 * SLOW
+
+
+@pytest.mark.parametrize("speaking", [0, 1])
+def test_notices_of_every_process_of_a_worker_reach_the_center(served, speaking):
+    with pieces.pod(served.address, RULE, pieces.row_shares(PARAMS, 2)) as worker:
+        for version, texts in enumerate([{"residual": "it grows"}, {}]):
+            worker.done += 1
+            own = [pieces.cut(ONES, share.owned) for share in worker.shares]
+            messages = worker.submissions(own, anchor_version=version)
+            messages[speaking] = messages[speaking]._replace(notices=texts)
+            calls = zip(worker.sessions, messages, strict=True)
+            pieces.results(
+                pieces.together([functools.partial(pieces.answer, *c) for c in calls])
+            )
+            found = at_center(served)
+            assert {k: n["text"] for k, n in found.items()} == {
+                check: f"process {speaking}: {text}" for check, text in texts.items()
+            }
+
+
+def test_link_far_away_is_as_fast_as_its_given_rate(caplog):
+    """The round trip, which is measured, does not count as slowness of the link."""
+    caplog.set_level("INFO", "agn_optax")
+    expected = ExpectedLink(rate=1e9)
+    with (
+        service.serve(RULE, PARAMS, address="127.0.0.1:0") as server,
+        network.Network(server, "socket") as between,
+    ):
+        between.there.delay = between.back.delay = 0.1
+        with service.connect(
+            between.address, RULE, transports=["socket"], expected=expected
+        ) as center:
+            loop = Loop(center)
+            loop.exchange(6)
+            assert loop.found == []
+            (transfer,) = sessions.of_worker(loop.worker).transfers
+            assert transfer.seconds > 0.2
+            assert 0.2 < transfer.round_trip < 2.0
+    lines = [r.getMessage() for r in caplog.records if "round trip" in r.getMessage()]
+    assert len(lines) == 1
+    assert "worker 'anna' exchanges with" in lines[0]
+    assert "by 'socket' over interface 'lo': 0.2 MB at " in lines[0]
+
+
+def steps_are_not_recorded(thresholds):
+    rule, of_center = shared.agn(shared.sgd(0.1)), Thresholds(still_center=None)
+    center = agn_optax.LocalCenter(rule, PARAMS, thresholds=of_center)
+    loop = Loop(center, thresholds=thresholds)
+    for _ in range(8):  # the state does not pass through worker.tx
+        loop.params, loop.state = loop.worker.exchange(loop.params, loop.state)
+        jax.block_until_ready(loop.state)
+    return loop.worker.notices
+
+
+def steps_are_counted_three_times(thresholds):
+    loop = Loop(agn_optax.LocalCenter(RULE, PARAMS), thresholds=thresholds)
+    for _ in range(3):
+        updates, loop.state = loop.worker.tx.update(ONES, loop.state, loop.params)
+        loop.params, loop.state = loop.worker.exchange(
+            optax.apply_updates(loop.params, updates), loop.state, steps=3
+        )
+        jax.block_until_ready(loop.state)
+    return loop.worker.notices
+
+
+def messages_travel(*transfers):
+    def travel(thresholds):
+        checks = ExchangeChecks("anna", RULE, thresholds)
+        for transfer in transfers:
+            checks.after_exchange([transfer])
+        return checks.notices.current()
+
+    return travel
+
+
+def all_messages_are_dropped(thresholds):
     """The center drops them as too stale, and error feedback adds them up."""
     rule = shared.downpour(codec=codecs.error_feedback(codecs.cast("bfloat16")))
     center = agn_optax.LocalCenter(rule, PARAMS, mode=BoundedStaleness(0))
-    loop = Loop(center, thresholds=Thresholds(residual=5))
-    other = Loop(center, name="ben")
+    loop, other = Loop(center, thresholds=thresholds), Loop(center, name="ben")
     for number in range(1, 11):
         other.exchange()
         loop.exchange()
         assert loop.worker.dropped == number
-    assert loop.found == ["residual"]
+    return [n for n in loop.worker.notices if n.check != "lost_messages"]
 
 
-@pytest.mark.parametrize("threshold", [None, 0, 1e9])
-def test_worker_says_nothing_below_its_thresholds(threshold, caplog):
-    names = ("unrecorded_steps", "miscounted_steps", "slow_exchange", "residual")
-    off = {n: None if n == "unrecorded_steps" else threshold for n in names}
-    rule = shared.agn(shared.sgd(0.1), codec=diverging())
-    center = agn_optax.LocalCenter(rule, PARAMS, thresholds=Thresholds(still_center=0))
-    loop = Loop(center, thresholds=Thresholds(**off))
-    for _ in range(4):
-        loop.params, loop.state = loop.worker.exchange(loop.params, loop.state)
-    loop.exchange(12)
-    assert loop.found == []
-    assert not caplog.records
+USUAL = Transfer("center:1", "socket", "eth0", 10**6, 0.1)
+LATE = USUAL._replace(seconds=2.0)
+OTHERWISE = USUAL._replace(expected=ExpectedLink(transport="memory"))
+# What provokes a notice, a threshold that is reached, and one that is not.
+THRESHOLDS = {
+    "unrecorded_steps": (steps_are_not_recorded, 3, 9),
+    "miscounted_steps": (steps_are_counted_three_times, 2.9, 3.1),
+    "slow_exchange": (messages_travel(USUAL, *[LATE] * 5), 19.9, 20.1),
+    "other_link": (messages_travel(*[OTHERWISE] * 3), 3, 4),
+    "residual": (all_messages_are_dropped, 4, 6),
+}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_threshold_of_a_worker_can_be_changed(name, caplog):
+    provoke, reached, beyond = THRESHOLDS[name]
+    remedy = notices.CHECKS[name].remedy
+    for changed in ({}, {name: reached}):
+        found = provoke(Thresholds(**changed))
+        assert [notice.check for notice in found] == [name]
+        assert remedy in caplog.text
+        caplog.clear()
+    for threshold in (beyond, None, 0):
+        assert provoke(Thresholds(**{name: threshold})) == []
+        assert remedy not in caplog.text
 
 
 def test_thresholds_of_another_type_are_an_error():

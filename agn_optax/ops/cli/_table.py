@@ -33,6 +33,8 @@ _OTHERS: dict[str, _Cell] = {
     "dropped": lambda worker: str(worker["dropped"]),
     "local steps": lambda worker: str(worker["steps_delivered"]),
     "weight": lambda worker: _number(worker["weight_delivered"] or None),
+    "MB/s": lambda worker: _number(worker["rate"] and worker["rate"] / 1e6),
+    "interface": lambda worker: worker["interface"] or "-",
 }
 
 

@@ -20,6 +20,7 @@ _NAMES = {
     "seen": "seen_seconds",
     "stalled": "stalled_seconds",
     "norm": "message_norm",
+    "rate": "rate_bytes_per_second",
     "period": "period_steps",
     "dropped": "dropped_total",
     "rejected": "rejected_total",

@@ -129,6 +129,15 @@ class RemoteSession(Session):
             # A repeated exchange whose answer is still expected over the same link is
             # not sent again, because it would be answered twice.
             frame = self._remote.frame(submission, self.worker, self._schemas())
+            if self._transfer is not None:
+                last = self._transfer
+                frame.header.message.transfer.MergeFrom(
+                    pb.Transfer(
+                        interface=last.interface or "",
+                        nbytes=last.nbytes,
+                        seconds=last.seconds,
+                    )
+                )
             self._in_flight = submission.sequence, frame
             self._remote.connection.retry(self._send, within=SHORT_TIMEOUT)
 
@@ -342,6 +351,7 @@ class RemoteSession(Session):
             max(seconds, 0.0),
             self._remote.expected,
             self._link.detour,
+            self._remote.connection.round_trip,
         )
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from agn_optax import errors
@@ -113,6 +113,7 @@ class Assembly:
         self._closers: dict[int, Callable[[], None]] = {}  # by process
         self._shares: dict[int, Share] = {}  # by process, of all that have joined
         self._checking, self._is_checked = threading.Lock(), False
+        self._notices: dict[int, Mapping[str, str]] = {}  # the last ones, by process
         # The exchange under way.
         self._key: Key = (-1, 0)
         self._about: Submission | None = None  # plain fields, equal in all processes
@@ -200,6 +201,19 @@ class Assembly:
             if len(shares) == self.processes:
                 check_cover([share.owned for share in shares], schema)
                 self._is_checked = True
+
+    def add_notices(self, process: int, texts: Mapping[str, str]) -> dict[str, str]:
+        """Keep a process's notices, and return those of all processes, by check.
+
+        If several processes have the same notice, it is that of the first of them.
+        """
+        with self._changed:
+            self._notices[process] = texts
+            return {
+                check: f"process {number}: {text}"
+                for number, found in sorted(self._notices.items(), reverse=True)
+                for check, text in found.items()
+            }
 
     # An exchange.
 

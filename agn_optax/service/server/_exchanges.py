@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -24,6 +25,7 @@ from agn_optax.service.wire._submission import submission_of
 
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
 _MAX_NAMED = 64  # processes for which another one waits
+_MAX_NAME = 64  # characters of an interface's name
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 
 
@@ -99,6 +101,8 @@ class Exchanges:
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=traffic.norm)
+            notices = self._core.notices_for(session.worker)
+            answer = answer._replace(notices=notices)
             worker, session_id = session.worker, session.session_id
             if part is None or (part.is_first and message.sequence):
                 on_event("exchange", worker, session_id, answer)
@@ -134,7 +138,9 @@ class Exchanges:
         buffer = reader.read_buffer(schema, "a message")
         self._count(schema, stack, traffic, arrival)
         submission = submission_of(message, self._frames.contribution(schema, buffer))
-        self._keep_reports(submission, session.worker, traffic)
+        self._keep_reports(submission, traffic)
+        self._keep_link(message, session.worker, traffic)
+        self._core.notices.take(session.worker, submission.notices or {})
         submit = functools.partial(session.submit, submission)
         if schema.hash not in self._compiled:  # compilation may take minutes
             yield from _in_background(submit)
@@ -174,8 +180,12 @@ class Exchanges:
             contribution = part.receive(schema, reader)
             self._count(schema, stack, traffic, arrival)
             submission = submission_of(message, contribution)
+            if message.sequence:
+                notices = part.add_notices(submission.notices or {})
+                self._core.notices.take(part.worker, notices)
             if part.is_first and message.sequence:
-                self._keep_reports(submission, part.worker, traffic)
+                self._keep_reports(submission, traffic)
+                self._keep_link(message, part.worker, traffic)
             # The last process compiles the programs, which may take minutes.
             yield from _in_background(functools.partial(part.submit, submission))
             while (kept := part.answer(message.sequence, WAITING_INTERVAL)) is None:
@@ -195,13 +205,22 @@ class Exchanges:
         stack.enter_context(self.counting("answering"))
         self._traffic.count(traffic, received=schema.size)
 
-    def _keep_reports(
-        self, submission: Submission, worker: str, traffic: Traffic
-    ) -> None:
-        """Keep what a worker reports with a message: each has all of it."""
+    def _keep_reports(self, submission: Submission, traffic: Traffic) -> None:
+        """Keep the numbers that a worker reports: each message has all of them."""
         traffic.period = submission.steps
         traffic.reported = dict(submission.reported or {})
-        self._core.notices.take(worker, submission.notices or {})
+
+    def _keep_link(self, message: pb.Message, worker: str, traffic: Traffic) -> None:
+        """Keep how a worker's last exchange travelled, and compare it with others'."""
+        last = message.transfer
+        if not (last.nbytes and 0.0 < last.seconds < math.inf):
+            return
+        traffic.interface = last.interface[:_MAX_NAME]
+        traffic.rate = last.nbytes / last.seconds
+        if traffic.transport != "memory":
+            over = f" over interface {traffic.interface!r}" if last.interface else ""
+            route = f"by {traffic.transport!r}{over}"
+            self._core.links.add(worker, route, last.nbytes, last.seconds)
 
     @contextmanager
     def counting(self, name: str) -> Iterator[None]:

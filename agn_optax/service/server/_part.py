@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -60,6 +60,10 @@ class Part:
     def end(self) -> None:
         """Receive no more of a message."""
         self._assembly.end(self._share.process, self)
+
+    def add_notices(self, texts: Mapping[str, str]) -> dict[str, str]:
+        """Add this process's notices to the others: see `Assembly.add_notices`."""
+        return self._assembly.add_notices(self._share.process, texts)
 
     def submit(self, submission: Submission) -> None:
         """Add this process's pieces to the message."""

@@ -20,6 +20,8 @@ class Traffic:
     period: int = 0  # local steps
     norm: float | None = None
     transport: str = ""
+    interface: str = ""  # of the worker
+    rate: float | None = None  # bytes per second
     reported: dict[str, float] = dataclasses.field(default_factory=dict)
 
 

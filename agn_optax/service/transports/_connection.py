@@ -60,6 +60,8 @@ class Connection:
       address: the last known address of the center.
       unreachable_since: when the center stopped answering, in seconds since the epoch;
         None while it answers.
+      round_trip: seconds of the fastest call without streams, which are at least those
+        of a round trip; 0 before the first.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Connection:
         self.timeout = timeout
         self.tls = tls
         self.unreachable_since: float | None = None
+        self.round_trip = 0.0
         self._token = _token.source(token, lambda: self.address)
         self._lock = threading.RLock()  # reentrant for `close` in a signal handler
         self._channel: Any = None
@@ -240,8 +243,12 @@ class Connection:
                 request, timeout=timeout or response_timeout, metadata=self._metadata()
             )
 
+        began = time.monotonic()
         try:
-            return self.begin(call)
+            replied = self.begin(call)
+            elapsed = time.monotonic() - began
+            self.round_trip = min(elapsed, self.round_trip or elapsed)
+            return replied
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and timeout is None:
                 self._close_silent_channel(response_timeout)

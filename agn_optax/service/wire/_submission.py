@@ -12,6 +12,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from agn_optax._internal import Notice
 from agn_optax.center import (
     MAX_REPORTED,
     Answer,
@@ -78,7 +79,7 @@ def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
 
 
 def _line(text: str) -> str:
-    """Return a worker's text as one line, of limited length, for the center's log."""
+    """Return a text of the other end as one line, of limited length, for the log."""
     return "".join(c if c.isprintable() else " " for c in text[:_MAX_NOTICE])
 
 
@@ -89,12 +90,23 @@ def snapshot_of(record: Answer | Snapshot, **others: Any) -> pb.Snapshot:
       record: the answer, whose norm is a Python float, or the snapshot.
       **others: the fields of the message that the record does not have.
     """
-    return pb.Snapshot(**plain(record), **others)
+    notices = record.notices if isinstance(record, Answer) else ()
+    sent = [pb.Notice(**notice._asdict()) for notice in notices]
+    return pb.Snapshot(**plain(record), notices=sent, **others)
 
 
 def answer_of(snapshot: pb.Snapshot, params: PyTree, received: int) -> Answer:
     """Return a received answer with its parameters and its size in bytes."""
-    return Answer(params=params, received=received, **_present(snapshot, _ANSWERED))
+    notices = (
+        Notice(sent.check, sent.worker, _line(sent.text), _line(sent.remedy))
+        for sent in snapshot.notices
+    )
+    return Answer(
+        params=params,
+        received=received,
+        notices=tuple(notices),
+        **_present(snapshot, _ANSWERED),
+    )
 
 
 def _present(message: Message, fields: Sequence[_Field]) -> dict[str, Any]:
