@@ -66,7 +66,8 @@ class Gathered:
 
     def __init__(self, worker: agn_optax.Worker, params: Any) -> None:
         self.worker = worker if jax.process_index() == 0 else None
-        self.params, self.state = params, None
+        self.params = params
+        self.state: Any = None
         full = self.gather()
         if self.worker is not None:
             full, self.state = self.worker.start(full, chief=True)
@@ -92,8 +93,9 @@ class Gathered:
         for i, leaf in enumerate(self.params):
             sent = full[i] if self.worker else np.zeros(leaf.shape, leaf.dtype)
             got = multihost_utils.broadcast_one_to_all(sent)
+            take = np.asarray(got).__getitem__
             self.params[i] = jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, lambda index, got=got: np.asarray(got)[index]
+                leaf.shape, leaf.sharding, take
             )
             full[i] = None
 
