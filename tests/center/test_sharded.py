@@ -71,6 +71,7 @@ FIELDS = {
     "pace": (0.75, 0.5, 0.5),
     "is_partial": (False, False, True),
     "received": (100, 20, 120),
+    "notices": (("still",), ("apart",), ("still", "apart")),
 }
 
 

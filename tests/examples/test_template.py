@@ -103,6 +103,7 @@ def held_out_loss():
     return float(re.search(r"held-out text: ([0-9.]+) nats", output)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("project")
 def test_template_learns_stops_and_continues_from_its_checkpoint():
     first, second = SAVED
