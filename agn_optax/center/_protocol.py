@@ -35,7 +35,7 @@ class Session(abc.ABC):
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """How the messages of the last exchange travelled; empty if in this process."""
+        """The transfers of the last exchange, by shard; none within this process."""
         return ()
 
     @abc.abstractmethod

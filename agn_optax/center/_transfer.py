@@ -1,4 +1,4 @@
-"""How the messages of an exchange travelled, and how they were expected to travel."""
+"""The transfer of an exchange over a link, and the link that was expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agn_optax._internal import check
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedLink:
-    """How exchanges are expected to travel between a worker and its center.
+    """The expected link between a worker and its center.
 
     A worker warns if they travel in another way, or if five exchanges in a row take ten
     times as long as expected and at least 0.1 s longer (`agn_optax.center.Thresholds`

@@ -25,7 +25,13 @@ from agn_optax.checkpoint import _tree
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, difference, fingerprint
 from agn_optax.towers import Towers, common_leaves
-from agn_optax.worker import FragmentState, Layout, Worker, WorkerState, layout_of
+from agn_optax.worker import (
+    FragmentState,
+    ParamShardings,
+    Worker,
+    WorkerState,
+    shardings_of,
+)
 
 PyTree = Any
 Json = dict[str, Any]
@@ -43,7 +49,7 @@ class WorkerPart:
         """Return the description and the arrays to save."""
         worker = self._worker
         saved = worker.save(*self._loop)
-        _layout_in_job(worker, saved.params)
+        _shardings_in_job(worker, saved.params)
         about = {
             "worker": worker.name,
             "rule": dict(fingerprint(worker.center.rule)),
@@ -71,7 +77,7 @@ class WorkerPart:
         """
         worker, leaves = self._worker, leaves_of(about)
         name, fragments = f"worker {worker.name!r}", worker.fragments
-        layout = _layout_in_job(worker, like)
+        layout = _shardings_in_job(worker, like)
         _check_rule(about, worker.center.rule, source)
         count, saved_count = len(fragments or ()), about["fragment_count"]
         if count != saved_count:
@@ -232,17 +238,17 @@ def _fragment_state(numbers: Json, anchor: PyTree) -> FragmentState:
     return state
 
 
-def _layout_in_job(worker: Worker, params: PyTree) -> Layout | None:
-    """Return the layout of parameters, in a job with which Orbax can save them."""
-    layout, job = layout_of(params), jax.process_count()
-    processes = [jax.process_index()] if layout is None else [*layout.processes]
+def _shardings_in_job(worker: Worker, params: PyTree) -> ParamShardings | None:
+    """Return the shardings of parameters, in a job with which Orbax can save them."""
+    shardings, job = shardings_of(params), jax.process_count()
+    processes = [jax.process_index()] if shardings is None else [*shardings.processes]
     if len(processes) < job:
         combinations.reject(
             "a checkpoint",
             "a worker of a part of its job's processes",
             f"worker {worker.name!r} of processes {processes}, in a job of {job}",
         )
-    return layout
+    return shardings
 
 
 def _check_rule(about: Json, rule: Rule, source: str) -> None:

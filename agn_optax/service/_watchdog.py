@@ -92,7 +92,7 @@ def _cancel(watched: Watched) -> None:
 watchdog = Watchdog()
 
 
-class Transfer:
+class TimedTransfer:
     """A frame that is being sent or received, at the center's end.
 
     Args:
@@ -114,11 +114,13 @@ class Transfer:
 
 
 @contextlib.contextmanager
-def timed(cancel: Callable[[], None], size: int, timeout: float) -> Iterator[Transfer]:
+def timed(
+    cancel: Callable[[], None], size: int, timeout: float
+) -> Iterator[TimedTransfer]:
     """Transfer a frame within the block, and cancel it if it takes too long.
 
-    See `Transfer`.
+    See `TimedTransfer`.
     """
-    transfer = Transfer(cancel, size, timeout)
+    transfer = TimedTransfer(cancel, size, timeout)
     with watchdog.watching(transfer):
         yield transfer

@@ -31,10 +31,10 @@ from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._checks import ExchangeChecks
 from agn_optax.worker._flight import Message, was_not_applied
-from agn_optax.worker._layout import Layout, layout_of
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import ProcessesCenter
 from agn_optax.worker._programs import MessageNumbers, programs
+from agn_optax.worker._shardings import ParamShardings, shardings_of
 
 PyTree = Any
 Loop = tuple[PyTree, LocalState]  # parameters and state of a fragment
@@ -173,7 +173,7 @@ class FragmentWorker:
         self, params: PyTree, *, chief: bool | None, timeout: float | None
     ) -> Loop:
         """Join the center, and adopt it: see `Worker.start`."""
-        center = self._center_for(layout_of(params))
+        center = self._center_for(shardings_of(params))
         session = center.join(self.name, params, timeout=timeout)
         try:
             if chief:
@@ -192,12 +192,12 @@ class FragmentWorker:
         self._begin_session(session, loop, anchor)
         return loop
 
-    def _center_for(self, layout: Layout | None) -> Center:
-        """Return the center for parameters of a layout, and make programs for it."""
-        self.programs = self._make_programs(layout)
-        if layout is None or not layout.spans_processes:
+    def _center_for(self, shardings: ParamShardings | None) -> Center:
+        """Return the center for parameters of a shardings, and make programs for it."""
+        self.programs = self._make_programs(shardings)
+        if shardings is None or not shardings.spans_processes:
             return self.center
-        return ProcessesCenter(self.center, layout)
+        return ProcessesCenter(self.center, shardings)
 
     def _begin_session(self, session: Session, loop: Loop, anchor: Snapshot) -> None:
         self.session = session
@@ -268,7 +268,7 @@ class FragmentWorker:
         """Join the center, and continue with these arrays: see `Worker.restore`."""
         is_resumed = resume_token is not None
         token, completed = resume_token if is_resumed else (None, 0)
-        center = self._center_for(layout_of(loop[0]))
+        center = self._center_for(shardings_of(loop[0]))
         session = center.join(self.name, loop[0], resume_token=token)
         weight = None if saved.weight is None else float(saved.weight)
         self.machine.start(

@@ -38,7 +38,7 @@ from agn_optax.center import (
     region_of,
     shares_of,
 )
-from agn_optax.worker._layout import Layout
+from agn_optax.worker._shardings import ParamShardings
 
 PyTree = Any
 Record = TypeVar("Record", Snapshot, Answer)
@@ -54,22 +54,22 @@ class ProcessesCenter:
 
     Args:
       center: the center.
-      layout: the layout of the worker's parameters.
+      shardings: the shardings of the worker's parameters.
 
     Raises:
       InvalidArgumentError: the center takes whole messages only.
     """
 
-    def __init__(self, center: Center, layout: Layout) -> None:
+    def __init__(self, center: Center, shardings: ParamShardings) -> None:
         if not getattr(center, "takes_pieces", False):
             combinations.reject(
                 "a worker of several processes",
                 "a center in this process",
-                f"center {center!r}, processes {list(layout.processes)}",
+                f"center {center!r}, processes {list(shardings.processes)}",
             )
         self.rule = center.rule
         self._center: Any = center
-        self._layout = layout
+        self._shardings = shardings
         self._session: Any = None
 
     def join(
@@ -88,12 +88,12 @@ class ProcessesCenter:
         """
         limit = self._center.timeout
         with _joining:
-            processes = agreement.of_job(self._layout.processes, "start")
+            processes = agreement.of_job(self._shardings.processes, "start")
             own = {
                 "worker": worker,
                 # Not the tree's structure: its text may have addresses of functions.
                 "model": str(trees.describe(params).leaves)[:300],
-                "shardings": [str(s.spec) for s in self._layout.shardings],
+                "shardings": [str(s.spec) for s in self._shardings.of_leaves],
             }
             # The first process chooses the session, and the name of the group.
             ids = [resume_token or self._new_token(), uuid.uuid4().hex]
@@ -116,7 +116,7 @@ class ProcessesCenter:
             limit,
         )
         self._session = ProcessesSession(
-            session, self._center, self._layout, share, joined
+            session, self._center, self._shardings, share, joined
         )
         return self._session
 
@@ -130,7 +130,7 @@ class ProcessesCenter:
         """Set the first parameters, in pieces: see `Center.initialize`."""
         session = self._session
         # JAX 0.10 cannot list the shards of an array that `device_put` has replicated.
-        pieces = session.pieces_of(self._layout.jit(lambda arrays: arrays)(params))
+        pieces = session.pieces_of(self._shardings.jit(lambda arrays: arrays)(params))
         _in_all(
             session.processes,
             "the start",
@@ -160,7 +160,7 @@ class ProcessesSession(Session):
     Args:
       session: the session of this process, which exchanges lists of pieces.
       center: its center.
-      layout: the layout of the worker's parameters.
+      shardings: the shardings of the worker's parameters.
       share: the regions of this process.
       processes: the processes.
     """
@@ -169,17 +169,17 @@ class ProcessesSession(Session):
         self,
         session: Any,
         center: Any,
-        layout: Layout,
+        shardings: ParamShardings,
         share: Share,
         processes: agreement.Processes,
     ) -> None:
         self._session, self._center = session, center
         self.worker, self.session_id = session.worker, session.session_id
-        self._layout, self.share, self.processes = layout, share, processes
+        self._shardings, self.share, self.processes = shardings, share, processes
         self._dtypes: list[Any] = []  # of the center; unknown until it is initialized
         # The shards of a center must agree about messages that are not finite.
         self._has_shards = len(getattr(center, "centers", ())) > 1
-        self._is_encoded = layout.encodes_pieces(center.rule)
+        self._is_encoded = shardings.encodes_pieces(center.rule)
         self.limit: float = center.timeout
 
     @property
@@ -294,14 +294,14 @@ class ProcessesSession(Session):
     def pieces_of(self, tree: PyTree, *, encoded: bool = False) -> list[PyTree]:
         """Return this process's own pieces of parameters, or of a contribution.
 
-        Encoded arrays have a row for each device: see `Layout.rule`.
+        Encoded arrays have a row for each device: see `ParamShardings.rule`.
         """
-        leaves: list[PyTree] = self._layout.treedef.flatten_up_to(tree)
+        leaves: list[PyTree] = self._shardings.treedef.flatten_up_to(tree)
         found: dict[tuple[int, Any], PyTree] = {}
         needed = {region.leaf for region in self.share.owned}
         for leaf in needed:
-            shape = self._layout.shapes[leaf]
-            indices = self._layout.shardings[leaf].addressable_devices_indices_map(
+            shape = self._shardings.shapes[leaf]
+            indices = self._shardings.of_leaves[leaf].addressable_devices_indices_map(
                 shape
             )
             for device, index in indices.items():
@@ -319,8 +319,8 @@ class ProcessesSession(Session):
             self._dtypes = [leaf.dtype for leaf in leaves]
         by_region = dict(zip(self.share.wanted, pieces, strict=True))
         leaves = []
-        for leaf, shape in enumerate(self._layout.shapes):
-            sharding = self._layout.shardings[leaf]
+        for leaf, shape in enumerate(self._shardings.shapes):
+            sharding = self._shardings.of_leaves[leaf]
             indices = sharding.addressable_devices_indices_map(shape)
             arrays = [
                 jax.device_put(by_region[region_of(index, shape, leaf)], device).astype(
@@ -332,7 +332,7 @@ class ProcessesSession(Session):
             leaves.append(
                 jax.make_array_from_single_device_arrays(shape, sharding, arrays)
             )
-        return jax.tree.unflatten(self._layout.treedef, leaves)
+        return jax.tree.unflatten(self._shardings.treedef, leaves)
 
 
 def _on_device(tree: PyTree, device: Any, encoded: bool) -> PyTree:

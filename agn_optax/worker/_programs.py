@@ -28,7 +28,7 @@ from agn_optax._internal import check, combinations, trees
 from agn_optax.round import LocalState
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
-from agn_optax.worker._layout import Layout
+from agn_optax.worker._shardings import ParamShardings
 
 PyTree = Any
 
@@ -61,7 +61,7 @@ def programs(
     inner: optax.GradientTransformation,
     delay: int = 0,
     mixing: float = 0.0,
-    layout: Layout | None = None,
+    shardings: ParamShardings | None = None,
 ) -> SimpleNamespace:
     """Return the programs of all workers with these settings.
 
@@ -72,15 +72,15 @@ def programs(
       inner: the inner optimizer.
       delay: local steps before an answer is adopted; 0 adopts it when it arrives.
       mixing: share of the worker's own parameters that stays.
-      layout: layout of sharded parameters; None if each is on one device.
+      shardings: shardings of sharded parameters; None if each is on one device.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer.
-      InvalidArgumentError: the codec cannot be used with the layout.
+      InvalidArgumentError: the codec cannot be used with the shardings.
     """
     jit: Callable[..., Any] = jax.jit
-    if layout is not None:
-        jit, rule = layout.jit, layout.rule(rule)
+    if shardings is not None:
+        jit, rule = shardings.jit, shardings.rule(rule)
     inner = check.optimizer(inner, "inner")
     # Only a penalty reads the anchor at every step, so the state keeps a copy of it.
     # For contributions the worker keeps the last snapshot, which needs no copy.

@@ -42,7 +42,7 @@ WORKERS = {"anna": 0.0, "bert": 0.25, "carl": -0.5}
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What a worker does at a center."""
+    """The actions of a worker at a center."""
 
     rule: Any
     shards: int = 1  # of the center

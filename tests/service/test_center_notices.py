@@ -1,4 +1,4 @@
-"""What a served center says of workers that misbehave, in its status and its log."""
+"""Notices of a served center about workers that misbehave, in its status and log."""
 
 import contextlib
 import functools

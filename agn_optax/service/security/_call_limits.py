@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
 from agn_optax import errors
-from agn_optax.service._watchdog import Transfer, timed
+from agn_optax.service._watchdog import TimedTransfer, timed
 from agn_optax.service.security._rate_limits import (
     CallerSemaphore,
     OneCallerSemaphore,
@@ -107,7 +107,7 @@ class CallLimits:
 
     def time_sending(
         self, cancel: Callable[[], None], size: int
-    ) -> contextlib.AbstractContextManager[Transfer]:
+    ) -> contextlib.AbstractContextManager[TimedTransfer]:
         """Apply timeouts to a block that sends a frame with a buffer of ``size`` bytes.
 
         Args:

@@ -24,7 +24,7 @@ from agn_optax.center import (
     Submission,
 )
 from agn_optax.service.server._center_frames import CenterFrames
-from agn_optax.service.server._whole import Whole, check_cover, check_regions
+from agn_optax.service.server._whole import WholeTree, check_cover, check_regions
 from agn_optax.service.wire._buffers import Buffers
 
 PyTree = Any
@@ -117,7 +117,7 @@ class Assembly:
         # The exchange under way.
         self._key: Key = (-1, 0)
         self._about: Submission | None = None  # plain fields, equal in all processes
-        self._whole: Whole | None = None
+        self._whole: WholeTree | None = None
         self._arriving: dict[int, object] = {}  # parts that send, by process
         self._writing: set[int] = set()  # processes whose pieces are being written
         self._written: set[int] = set()  # processes whose pieces have been
@@ -246,7 +246,7 @@ class Assembly:
                 del self._arriving[process]
 
     @contextlib.contextmanager
-    def writing(self, process: int, key: Key, dtype: str) -> Iterator[Whole | None]:
+    def writing(self, process: int, key: Key, dtype: str) -> Iterator[WholeTree | None]:
         """Lend the whole message within the block, to write a process's pieces.
 
         Lend None if these are not needed: they are there, or the exchange is over. A
@@ -267,7 +267,7 @@ class Assembly:
             is_needed = self._key == key and process not in self._written
             if is_needed and not (is_over or self.is_closed or self._failure):
                 schema = self.frames.assembled_schema(dtype)
-                whole = self._whole = self._whole or Whole(schema, self._buffers)
+                whole = self._whole = self._whole or WholeTree(schema, self._buffers)
                 if whole.schema.hash != schema.hash:
                     raise self._disagreement(
                         f"dtypes are {[*schema.dtypes]} and {[*whole.schema.dtypes]}"
@@ -304,7 +304,7 @@ class Assembly:
             is_last = len(self._arrived) == self.processes and not is_over
             whole, self._whole = self._whole, None if is_last else self._whole
         if is_last and not self.is_closed:
-            whole = whole or Whole(self.frames.assembled_schema(""), self._buffers)
+            whole = whole or WholeTree(self.frames.assembled_schema(""), self._buffers)
             contribution = self.frames.assembled(whole.schema, whole.buffer)
             try:
                 self.check()

@@ -17,7 +17,7 @@ from agn_optax.center import Core, KeptAnswer, LocalSession, Submission
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import WAITING_INTERVAL
 from agn_optax.service.server._center_frames import CenterFrames
-from agn_optax.service.server._part import Part
+from agn_optax.service.server._part import ProcessPart
 from agn_optax.service.server._status import Traffic, WorkerTraffic
 from agn_optax.service.wire._frames import Frame, FrameReader
 from agn_optax.service.wire._schema import Schema
@@ -75,7 +75,7 @@ class Exchanges:
 
     def run(
         self,
-        session: LocalSession | Part,
+        session: LocalSession | ProcessPart,
         message: pb.Message,
         reader: FrameReader,
         on_event: Callable[..., object],
@@ -89,11 +89,11 @@ class Exchanges:
           on_event: reports an exchange to the monitor.
         """
         traffic = self._traffic.get(session.worker)
-        part = session if isinstance(session, Part) else None
+        part = session if isinstance(session, ProcessPart) else None
         with self.counting("running"), ExitStack() as stack:
             arrival = _Arrival()
             about = message, reader, stack, traffic, arrival
-            if isinstance(session, Part):
+            if isinstance(session, ProcessPart):
                 kept = yield from self._apply_part(session, *about)
             else:
                 kept = yield from self._apply(session, *about)
@@ -163,7 +163,7 @@ class Exchanges:
 
     def _apply_part(
         self,
-        part: Part,
+        part: ProcessPart,
         message: pb.Message,
         reader: FrameReader,
         stack: ExitStack,

@@ -12,7 +12,7 @@ import numpy as np
 from agn_optax import errors
 from agn_optax.center import Region, Share
 from agn_optax.service.security._call_limits import CHIEF_TIMEOUT
-from agn_optax.service.server._whole import Whole, check_cover
+from agn_optax.service.server._whole import WholeTree, check_cover
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._schema import Schema
@@ -32,7 +32,7 @@ class FirstParameters:
         self._changed = threading.Lock()
         self._group = ""  # id of the chief's processes
         self._received = -math.inf  # time when its last pieces came; monotonic seconds
-        self._whole: Whole | None = None
+        self._whole: WholeTree | None = None
         self._owned: dict[int, tuple[Region, ...]] = {}  # by process
 
     @property
@@ -57,7 +57,7 @@ class FirstParameters:
                 if self._whole is not None and now - self._received < CHIEF_TIMEOUT:
                     raise other_chief()
                 self._group, self._owned = share.group, {}
-                self._whole = Whole(schema, self._buffers)
+                self._whole = WholeTree(schema, self._buffers)
             if difference := schema.difference(
                 self._whole.schema,
                 f"process {share.process} has",

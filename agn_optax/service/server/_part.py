@@ -15,7 +15,7 @@ from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.server._assembly import Assembly, Key
-from agn_optax.service.server._whole import Whole
+from agn_optax.service.server._whole import WholeTree
 from agn_optax.service.wire import _pieces, _trees
 from agn_optax.service.wire._frames import Frame, FrameReader
 from agn_optax.service.wire._schema import Schema
@@ -24,7 +24,7 @@ from agn_optax.service.wire._submission import snapshot_of
 PyTree = Any
 
 
-class Part:
+class ProcessPart:
     """One process's connection to its `Assembly`, used like a `LocalSession`.
 
     It also converts the process's pieces to frames, like `CenterFrames`.
@@ -139,7 +139,7 @@ class Part:
                 reader.read_into(schema, places, "a message")
         return None
 
-    def _writing(self) -> contextlib.AbstractContextManager[Whole | None]:
+    def _writing(self) -> contextlib.AbstractContextManager[WholeTree | None]:
         return self._assembly.writing(self._share.process, self._key, self._dtype)
 
     def _like(self) -> list[jax.ShapeDtypeStruct]:

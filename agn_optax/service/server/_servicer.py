@@ -26,7 +26,7 @@ from agn_optax.service.server._first_parameters import (
     FirstParameters,
     other_chief,
 )
-from agn_optax.service.server._part import Part
+from agn_optax.service.server._part import ProcessPart
 from agn_optax.service.server._settings import Limits
 from agn_optax.service.server._status import WorkerTraffic
 from agn_optax.service.server._whole import check_regions
@@ -298,7 +298,7 @@ class Servicer:
             )
         if not context.is_active():
             return  # the worker may already have reconnected in another call
-        session: LocalSession | Part
+        session: LocalSession | ProcessPart
         if not join.share_size:
             session = self.core.join(
                 join.worker,
@@ -320,7 +320,7 @@ class Servicer:
             session.disconnect()
             return
         # If all have joined before, others may have their answers, and do not connect.
-        if isinstance(session, Part) and not join.center:
+        if isinstance(session, ProcessPart) and not join.center:
             while missing := session.wait_for_processes(WAITING_INTERVAL):
                 yield waiting_for(missing)
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
@@ -340,7 +340,9 @@ class Servicer:
                 session, header.message, reader, self.on_event
             )
 
-    def _join_part(self, join: pb.Join, reader: FrameReader, context: Any) -> Part:
+    def _join_part(
+        self, join: pb.Join, reader: FrameReader, context: Any
+    ) -> ProcessPart:
         """Let one of several processes of a worker join."""
         _check_share_size(join.share_size)
         received = reader.read_buffer(bytes_schema(join.share_size), "a share")
@@ -366,7 +368,7 @@ class Servicer:
             )
             self._assemblies = {**kept, worker: assembly}
             self._groups.join(worker, session_id, share.group)
-        return Part(assembly, share, closer)
+        return ProcessPart(assembly, share, closer)
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Record the heartbeats of workers."""

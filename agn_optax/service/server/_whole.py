@@ -1,4 +1,4 @@
-"""Whole trees that are put together from the pieces of several processes."""
+"""WholeTree trees that are put together from the pieces of several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._schema import Schema
 
 
-class Whole:
+class WholeTree:
     """A buffer in which the pieces of a whole tree are put together.
 
     Args:

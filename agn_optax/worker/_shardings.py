@@ -1,4 +1,4 @@
-"""How the arrays of a worker are sharded, and its programs keep that.
+"""The shardings of a worker's arrays, which its programs keep.
 
 A program may create arrays, such as an empty record, that depend on no sharded array;
 the compiler would replicate these. So the results of a worker's programs are compiled
@@ -24,27 +24,27 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ParamShardings:
     """The shardings of a worker's parameters.
 
     Args:
       treedef: structure of the parameters.
       paths: paths of their leaves.
       shapes: shapes of their leaves.
-      shardings: shardings of their leaves, on one mesh.
+      of_leaves: shardings of their leaves, on one mesh.
       processes: indices of the processes that have devices of the mesh.
     """
 
     treedef: Any
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    shardings: tuple[NamedSharding, ...]
+    of_leaves: tuple[NamedSharding, ...]
     processes: tuple[int, ...]
 
     @property
     def mesh(self) -> Any:
         """The mesh of all leaves."""
-        return self.shardings[0].mesh
+        return self.of_leaves[0].mesh
 
     @property
     def spans_processes(self) -> bool:
@@ -57,7 +57,7 @@ class Layout:
         An array has the sharding of the parameter of its shape whose path ends its own
         path. For other arrays, such as counts, it is None: the compiler decides.
         """
-        leaves = zip(self.shapes, self.shardings, strict=True)
+        leaves = zip(self.shapes, self.of_leaves, strict=True)
         known = dict(zip(self.paths, leaves, strict=True))
 
         def find(path: Any, leaf: Any) -> NamedSharding | None:
@@ -134,7 +134,7 @@ class Layout:
         given = dict(zip(of_arguments, arguments, strict=True))
         specs = {
             "params": jax.tree.unflatten(
-                self.treedef, [sharding.spec for sharding in self.shardings]
+                self.treedef, [sharding.spec for sharding in self.of_leaves]
             ),
             "sent": PartitionSpec(self.mesh.axis_names),
             "state": self._specs_of(given.get("state")),
@@ -167,8 +167,8 @@ class Layout:
         )
 
 
-def layout_of(params: PyTree) -> Layout | None:
-    """Return the layout of sharded parameters; None if every device has them in full.
+def shardings_of(params: PyTree) -> ParamShardings | None:
+    """Return the shardings of parameters; None if every device has them in full.
 
     Raises:
       InvalidTypeError: some leaves are sharded over several processes, and others are
@@ -199,7 +199,7 @@ def layout_of(params: PyTree) -> Layout | None:
         )
     (mesh,) = meshes
     processes = sorted({device.process_index for device in mesh.devices.flat})
-    return Layout(
+    return ParamShardings(
         treedef,
         tuple(path for path, _ in found),
         tuple(leaf.shape for _, leaf in found),
