@@ -77,7 +77,7 @@ class WorkerPart:
         """
         worker, leaves = self._worker, leaves_of(about)
         name, fragments = f"worker {worker.name!r}", worker.fragments
-        layout = _shardings_in_job(worker, like)
+        shardings = _shardings_in_job(worker, like)
         _check_rule(about, worker.center.rule, source)
         count, saved_count = len(fragments or ()), about["fragment_count"]
         if count != saved_count:
@@ -96,7 +96,7 @@ class WorkerPart:
         tree = {"params": params, "state": state, "anchors": anchors}
         _check_same(_tree.describe(tree), leaves, name, source)
         # A process loads only its own shards.
-        return tree if layout is None else layout.placed(tree)
+        return tree if shardings is None else shardings.placed(tree)
 
     def restore(self, about: Json, tree: PyTree) -> Any:
         """Restore the part.
