@@ -6,6 +6,7 @@ of devices, it can be used on any thread, in any order, and by some of the proce
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 from agn_optax import errors
 
@@ -28,8 +28,8 @@ class Processes:
 
     They agree in rounds, which the first process ends: it publishes the values of all,
     or that some are missing. A process that has missed rounds goes on with the newest
-    one, so that an error in one process puts none out of step for good. Use an object
-    on one thread at a time, but for `share`.
+    one, so that an error in one process does not put it out of step. Use an object on
+    one thread at a time, but for `share`.
 
     Args:
       indices: indices of the processes in the job, in ascending order.
@@ -84,13 +84,16 @@ class Processes:
             if not self.index:
                 calls = self._end_round(number, own, end)
             elif (calls := self._get(f"{number}/all", end)) is None:
-                self.forget(f"{number}/{self.index}")
+                calls = self._publish(number, [None])  # the first process is missing
+            self._round += 1
+            if calls == [None]:
                 raise self._missed([0], what, timeout)
             # The first process may have ended the round without this call.
             is_included = (calls[self.index] or [""])[0] == own[0]
-            self._round += 1
         if missing := [i for i, call in enumerate(calls) if call is None]:
-            raise self._missed(missing, what, timeout)
+            given = [call[-1] for call in calls if call is not None]
+            failed = [v["error"] for v in given if isinstance(v, dict) and "error" in v]
+            raise self._missed(missing, what, timeout, failed)
         if len({name for _, name, _ in calls}) > 1:
             raise errors.CenterError(
                 "the processes of a worker are at different calls: "
@@ -105,11 +108,23 @@ class Processes:
         """
         calls = [own]
         for index in range(1, len(self)):
-            until = 0.0 if None in calls else end
-            calls.append(self._get(f"{number}/{index}", until))
-        self._set(f"{number}/all", calls)
+            key = f"{number}/{index}"
+            is_over = None in calls
+            calls.append(self._try_get(key) if is_over else self._get(key, end))
         if number >= _KEPT_ROUNDS:
             self.forget(str(number - _KEPT_ROUNDS))
+        return self._publish(number, calls)
+
+    def _publish(self, number: int, calls: Any) -> Any:
+        """End a round, unless another process has; return how it has ended."""
+        text = json.dumps({"value": calls})
+        try:
+            _client().key_value_set(f"{self._name}/{number}/all", text)
+        except jax.errors.JaxRuntimeError:
+            ended = self._try_get(f"{number}/all")
+            if ended is None:
+                raise errors.CenterError("cannot reach the other processes") from None
+            return ended
         return calls
 
     def peek(self, index: int) -> Any:
@@ -133,16 +148,22 @@ class Processes:
 
     def forget(self, key: str = "") -> None:
         """Delete a key, or all keys, which no process will read any more."""
-        _client().key_value_delete(f"{self._name}/{key}".rstrip("/"))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it only takes memory
+            _client().key_value_delete(f"{self._name}/{key}".rstrip("/"))
 
     def _missed(
-        self, positions: Sequence[int], what: str, timeout: float
+        self,
+        positions: Sequence[int],
+        what: str,
+        timeout: float,
+        failed: Sequence[Any] = (),
     ) -> errors.CenterError:
         missing = [self.indices[i] for i in positions]
+        others = "".join(f". Another one has failed: {error}" for error in failed)
         return errors.CenterError(
             f"processes {missing} did not take part in {what} within {timeout:.1f} s: "
             "all processes of a worker must make the same calls of start, exchange and "
-            "flush"
+            f"flush{others}"
         )
 
     def _set(self, key: str, value: Any) -> None:
@@ -180,6 +201,8 @@ def of_job(indices: tuple[int, ...], name: str) -> Processes:
 
 
 def _client() -> Any:
+    from jax._src import distributed  # noqa: PLC0415 not needed by one process
+
     client = distributed.global_state.client
     if client is None:
         raise errors.WorkerStateError(

@@ -120,7 +120,7 @@ class LocalCenter:
 
     @property
     def notices(self) -> list[Notice]:
-        """The notices that hold now, as logged: see `Thresholds`."""
+        """The notices that hold now, as `Thresholds` describes them."""
         self.core.look()
         return self.core.notices.current()
 

@@ -86,15 +86,12 @@ class Session(abc.ABC):
     def leave(self) -> None:
         """End the session, so that no other worker waits for this one. Idempotent."""
 
-    def is_answered(self, done: bool, sequence: int, steps: int) -> bool:
-        """Return ``done``, or for a worker of several processes what all agree on.
+    def is_answered(self, done: bool) -> bool:
+        """Return ``done``, or for a worker of several processes that of the first.
 
         Args:
-          done: whether an exchange has been answered.
-          sequence: number of the exchange.
-          steps: local steps since its message was sent.
+          done: whether the exchange in flight has been answered.
         """
-        del sequence, steps
         return done
 
     def decide(self, flag: bool) -> bool:

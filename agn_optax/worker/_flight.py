@@ -46,14 +46,13 @@ class Message:
         self.metrics["seconds"] = time.monotonic() - begin
         return answer
 
-    def is_answered(self, steps: int) -> bool:
+    def is_answered(self) -> bool:
         """Return whether the message in flight has an answer or has failed.
 
         All processes of a worker must call it, and get the same result.
         """
         assert self.flight is not None
-        sequence = self.submission.sequence
-        return bool(self.session.is_answered(self.flight.done(), sequence, steps))
+        return bool(self.session.is_answered(self.flight.done()))
 
     def send_in_background(self, give_up: float) -> None:
         """Send in the background, with retries for ``give_up`` seconds."""

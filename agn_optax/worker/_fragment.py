@@ -193,7 +193,7 @@ class FragmentWorker:
         return loop
 
     def _center_for(self, shardings: ParamShardings | None) -> Center:
-        """Return the center for parameters of a shardings, and make programs for it."""
+        """Return the center for these shardings, and make programs for them."""
         self.programs = self._make_programs(shardings)
         if shardings is None or not shardings.spans_processes:
             return self.center
@@ -295,7 +295,7 @@ class FragmentWorker:
         if not machine.may_receive(length):
             return False
         assert message is not None
-        return message.is_answered(machine.current.steps)
+        return message.is_answered()
 
     def prepare(self, params: PyTree, state: LocalState) -> Loop:
         """Check the arrays of a message that will be sent next, and end the round."""

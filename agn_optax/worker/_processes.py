@@ -43,10 +43,9 @@ from agn_optax.worker._shardings import ParamShardings
 PyTree = Any
 Record = TypeVar("Record", Snapshot, Answer)
 
-_SHORT = 1.0  # s
+_SHORT = 4.0  # s; a center says every two seconds which processes are missing
+_KEPT_QUESTIONS = 256  # a process may be some local steps behind
 _joining = threading.Lock()  # workers of one job start one after the other
-# Errors that give way to others, and to those of lower ranks.
-_RANKS = {"CenterUnreachableError": 1, "CenterClosedError": 1, "CenterError": 2}
 
 
 class ProcessesCenter:
@@ -107,14 +106,21 @@ class ProcessesCenter:
             _, (token, group) = everyone[0]
         share = shares_of(group, params, jax.process_index(), processes.indices)
         joined = agreement.Processes(processes.indices, group)
-        session = _in_all(
-            joined,
-            "the start",
-            lambda: self._center.join(
-                worker, Pieces(share, ()), timeout=timeout, resume_token=token
-            ),
-            limit,
-        )
+        sessions: list[Session] = []
+
+        def join() -> None:
+            given = Pieces(share, ())
+            sessions.append(
+                self._center.join(worker, given, timeout=timeout, resume_token=token)
+            )
+
+        try:
+            _in_all(joined, "the start", join, limit)
+        except BaseException:
+            for session in sessions:  # a resumed session may be resumed again
+                (session.disconnect if resume_token else session.leave)()
+            raise
+        (session,) = sessions
         self._session = ProcessesSession(
             session, self._center, self._shardings, share, joined
         )
@@ -146,8 +152,7 @@ class ProcessesCenter:
 
     def pull(self) -> Snapshot:
         """Return the current version as global arrays: see `Center.pull`."""
-        self._center.describe()  # raises if the center is not initialized
-        return self._session.pull(None)
+        return self._session.pull(None, is_there=True)
 
     def describe(self) -> Snapshot:
         """Return the current version without its arrays: see `Center.describe`."""
@@ -179,6 +184,7 @@ class ProcessesSession(Session):
         self._dtypes: list[Any] = []  # of the center; unknown until it is initialized
         # The shards of a center must agree about messages that are not finite.
         self._has_shards = len(getattr(center, "centers", ())) > 1
+        self._questions = 0  # asked so far whether an exchange is answered
         self._is_encoded = shardings.encodes_pieces(center.rule)
         self.limit: float = center.timeout
 
@@ -208,23 +214,36 @@ class ProcessesSession(Session):
             self._session.submit(submission._replace(attempt=number))
             answer = self._session.collect(submission.sequence)
             assert answer is not None  # there is no timeout
-            return answer
+            # Nothing of this process may fail once all have agreed.
+            return answer._replace(params=self._whole(answer.params))
 
         answer = self._agreed(submission.sequence, attempt)
         self._session.acknowledge(submission.sequence)
-        return answer._replace(params=self._whole(answer.params))
+        return answer
 
-    def pull(self, timeout: float | None) -> Snapshot:
-        """Return one version of the center in all processes, as global arrays."""
-        snapshot = self._agreed(0, lambda number: self._session.pull(number, timeout))
-        return snapshot._replace(params=self._whole(snapshot.params))
+    def pull(self, timeout: float | None, *, is_there: bool = False) -> Snapshot:
+        """Return one version of the center in all processes, as global arrays.
 
-    def is_answered(self, done: bool, sequence: int, steps: int) -> bool:
+        Args:
+          timeout: seconds to wait for the first parameters; None for no limit.
+          is_there: whether to raise if the center is not initialized yet.
+        """
+
+        def attempt(number: int) -> Snapshot:
+            if is_there:
+                self._center.describe()  # raises if the center is not initialized
+            snapshot = self._session.pull(number, timeout)
+            return snapshot._replace(params=self._whole(snapshot.params))
+
+        return self._agreed(0, attempt)
+
+    def is_answered(self, done: bool) -> bool:
         """Return whether the first process has its answer, in all processes."""
-        key = f"answered/{sequence}/{steps}"
-        answered = bool(self.processes.share(key, done, self.limit))
-        if answered and sequence > 1:
-            self.processes.forget(f"answered/{sequence - 1}")
+        number = self._questions
+        answered = bool(self.processes.share(f"answered/{number}", done, self.limit))
+        self._questions += 1  # not if it has raised: the same one is asked again
+        if not self.processes.index and number >= _KEPT_QUESTIONS:
+            self.processes.forget(f"answered/{number - _KEPT_QUESTIONS}")
         return answered
 
     def decide(self, flag: bool) -> bool:
@@ -350,7 +369,13 @@ def _in_all(
 ) -> Any:
     """Call a function in all processes; return its result if it raised in none."""
     results: list[Any] = []
-    _all_results(processes, what, lambda: results.append(call()), lambda: limit)
+    begin = time.monotonic()
+    _all_results(
+        processes,
+        what,
+        lambda: results.append(call()),
+        lambda: limit + 4 * (time.monotonic() - begin),
+    )
     return results[0]
 
 
@@ -374,20 +399,32 @@ def _all_results(
         failure = error
         outcome = {"error": [type(error).__name__, str(error)]}
     # A process that has missed another one does not wait for it again.
-    has_missed = type(failure) is errors.CenterError
-    timeout = _SHORT if has_missed else limit()
-    everyone = processes.gather(outcome, timeout, what)
+    timeout = _SHORT if type(failure) is errors.CenterError else limit()
+    try:
+        everyone = processes.gather(outcome, timeout, what)
+    except errors.CenterError as missed:
+        raise missed from failure
     failed = [
-        (_RANKS.get(other["error"][0], 0), index, *other["error"])
+        (_rank(other["error"][0]), index, *other["error"])
         for index, other in enumerate(everyone)
         if "error" in other
     ]
     if not failed:
         return [other["result"] for other in everyone]
     rank, index, name, text = min(failed)
-    is_unknown = not rank and len(failed) < len(everyone)
+    # Another process has an answer, or may have lost it with its connection.
+    others_know = len(failed) < len(everyone) or any(r == 1 for r, *_ in failed)
+    is_unknown = rank == 0 and others_know
     if index == processes.index and failure is not None and not is_unknown:
         raise failure
     message = f"process {processes.indices[index]} of this worker: {text}"
     kind = errors.CenterError if is_unknown else getattr(errors, name, None)
     raise (kind or errors.CenterError)(message) from failure
+
+
+def _rank(name: str) -> int:
+    """Return the rank of an error: those of lower ranks come first."""
+    kind = getattr(errors, name, Exception)
+    if issubclass(kind, errors.CenterUnreachableError):
+        return 1
+    return 2 if kind is errors.CenterError else 0

@@ -264,7 +264,7 @@ def test_response_adopted_before_an_error_is_kept():
     loop.step(3)  # the loop continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: sessions.fragment(loop.worker).message.is_answered(0))
+    waiting.wait_until(lambda: sessions.fragment(loop.worker).message.is_answered())
     center.rejects = True
     for _ in range(3):
         with pytest.raises(errors.MessageRejectedError, match="not this one"):
@@ -292,7 +292,7 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, 
         loop.exchange(weight=weight)  # the second call continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: sessions.fragment(loop.worker).message.is_answered(0))
+    waiting.wait_until(lambda: sessions.fragment(loop.worker).message.is_answered())
     center.rejects = True
     with pytest.raises(errors.MessageRejectedError, match="not this one"):
         loop.exchange(weight=4.0)

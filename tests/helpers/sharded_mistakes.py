@@ -103,7 +103,7 @@ def one_process_exchanges_more_often(center, process):
     worker = worker_of(center)
     params, state = worker.start(arrays())
     if process:  # the other one is busy elsewhere, and does not leave
-        time.sleep(2.5 * TIMEOUT)
+        time.sleep(4 * TIMEOUT)
         raise RuntimeError("the process that exchanges less often")
     worker.exchange(*step(worker, params, state))
 
@@ -132,7 +132,7 @@ def exchange_is_traced(center, process):
 @mistake
 def one_process_does_not_start(center, process):
     if process:
-        time.sleep(2.5 * TIMEOUT)
+        time.sleep(4 * TIMEOUT)
         raise RuntimeError("the process that does not start")
     worker_of(center).start(arrays())
 

@@ -260,4 +260,5 @@ def test_mistakes_are_errors_in_every_process_and_move_nothing():
             if error.startswith("RuntimeError: the process that"):
                 continue
             assert MISTAKES[name] in error, (process, name, error)
-            assert seconds < 2.5 * sharded_mistakes.TIMEOUT, (process, name, seconds)
+            # A process knows who is missing two seconds later, and then waits for four.
+            assert seconds < sharded_mistakes.TIMEOUT + 10, (process, name, seconds)

@@ -210,9 +210,11 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         elif params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
+        is_resumed = bool(resume_token and resume_token[0])
         for previous in list(self._sessions.values()):
-            if previous.worker == worker:
-                previous.leave()  # this process no longer uses it
+            if previous.worker == worker:  # this process no longer uses it
+                is_same = is_resumed and previous.session_id == resume_token[1]
+                (previous.disconnect if is_same else previous.leave)()
         session = RemoteSession(
             self._remote,
             worker,
@@ -225,7 +227,11 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         try:
             session.join(timeout)
         except BaseException:
-            session.leave()
+            if is_resumed:  # it may be resumed again
+                session.disconnect()
+                self._sessions.pop(session.session_id, None)
+            else:
+                session.leave()
             raise
         return session
 

@@ -139,6 +139,7 @@ class RemoteSession(Session):
                     )
                 )
             self._in_flight = submission.sequence, frame
+            self._missing_since = math.inf
             self._remote.connection.retry(self._send, within=SHORT_TIMEOUT)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
@@ -182,7 +183,7 @@ class RemoteSession(Session):
         message = pb.Message(attempt=attempt)
         with self._lock:
             self._in_flight = 0, Frame(pb.Header(message=message))
-            self._sent_over = None
+            self._sent_over, self._missing_since = None, math.inf
             answer = self._remote.connection.retry(
                 lambda: self._receive(until), within=SHORT_TIMEOUT
             )
@@ -303,7 +304,6 @@ class RemoteSession(Session):
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """Return the answer to the exchange in flight; None if none by ``until``."""
         assert self._in_flight is not None
-        self._missing_since = math.inf
         (sequence, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):

@@ -1,4 +1,4 @@
-"""WholeTree trees that are put together from the pieces of several processes."""
+"""Whole trees that are put together from the pieces of several processes."""
 
 from __future__ import annotations
 
