@@ -14,7 +14,7 @@ from agn_optax._internal import (
     retries,
     retry,
 )
-from agn_optax.service._watchdog import Transfer, Watchdog
+from agn_optax.service._watchdog import TimedTransfer, Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_failing_cancel_does_not_block_other_timeouts(caplog):
     watchdog, cancelled = Watchdog(), threading.Event()
 
     def late(cancel):
-        return Transfer(cancel, size=0, timeout=0.0)
+        return TimedTransfer(cancel, size=0, timeout=0.0)
 
     with watchdog.watching(late(fails)), watchdog.watching(late(cancelled.set)):
         assert cancelled.wait(LIMIT)

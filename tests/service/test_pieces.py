@@ -118,11 +118,11 @@ def assert_known_elements(found, expected):
         ("agn", "identity", "grpc"),
         ("agn_window", "cast", "socket"),
         ("downpour", "quantize", "grpc"),
-        ("dynsgd", "top_k", "socket"),
-        ("average", "sign", "grpc"),
+        pytest.param("dynsgd", "top_k", "socket", marks=pytest.mark.slow),
+        pytest.param("average", "sign", "grpc", marks=pytest.mark.slow),
         pytest.param("diloco", "feedback", "memory", marks=shares),
         ("easgd", "identity", "socket"),
-        ("diloco", "two_way", "grpc"),
+        pytest.param("diloco", "two_way", "grpc", marks=pytest.mark.slow),
     ],
 )
 @settings(max_examples=2)

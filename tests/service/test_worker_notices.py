@@ -126,6 +126,7 @@ def test_exchange_ten_times_slower_than_the_given_rate_is_said():
         assert "and 50 MB/s was expected (as given)" in notice.text
 
 
+@pytest.mark.slow
 def test_link_as_slow_as_its_given_rate_is_not_said():
     expected = ExpectedLink(rate=SLOW)
     with proxied("socket", SLOW, expected=expected) as (_, loop, _):
@@ -163,6 +164,7 @@ def test_expected_time_is_that_of_the_given_rate_and_the_round_trip(seconds, fou
     assert [notice.check for notice in checks.notices.current()] == found
 
 
+@pytest.mark.slow
 def test_time_at_the_center_is_not_that_of_the_link():
     """A worker of a synchronous round waits for the other one, not for the link."""
     mode = Synchronous()
@@ -386,6 +388,7 @@ def test_notices_of_the_shards_of_a_center_reach_its_workers():
         assert [n.check for n in worker.notices] == ["lost_messages"]
 
 
+@pytest.mark.slow
 def test_link_that_is_slow_from_the_start_is_said_by_comparison(served):
     offers = sessions.servicer(served).offers
     with (
@@ -434,6 +437,7 @@ def test_notices_of_every_process_of_a_worker_reach_the_center(served, speaking)
             }
 
 
+@pytest.mark.slow
 def test_link_far_away_is_as_fast_as_its_given_rate(caplog):
     """The round trip, which is measured, does not count as slowness of the link."""
     caplog.set_level("INFO", "agn_optax")
