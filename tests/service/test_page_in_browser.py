@@ -180,7 +180,7 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
         until(lambda: "connected" in shown.row("worker-1").get("state", ""))
         until(lambda: shown.row(EVIL).get("loss", NOTHING) not in ("", NOTHING))
         row = shown.row(EVIL)
-        assert (row["transport"], row["period"]) == ("socket", "5")
+        assert (row["transport"], row["period"]) == ("socket, lo", "5")
         until(lambda: shown.row("worker-1")["exchanges/s"] not in (NOTHING, "0"))
         assert "evil" not in browser.title
         assert not shown.run("return document.querySelectorAll('main img').length")
