@@ -56,7 +56,8 @@ class Link(Benchmark, quick="--megabytes 1 --gigabits 10 --codecs int4 --shards 
             served = [self.use(Process()) for _ in range(shards)]
             addresses = [process.call(centers.serve, codec=codec) for process in served]
             connection = self.use(centers.connect(addresses, "socket", codec))
-            version = connection.initialize(numbers, worker=name).version
+            connection.initialize(numbers, worker=name)
+            version = connection.describe().version
             encoding = codec if name == codec else ""
             run = centers.exchanging(connection, numbers, name, version, encoding)
             forms.append(Form(name, RAW if name == PLAIN else PLAIN, run))
