@@ -1,4 +1,4 @@
-"""Where arrays lie: a mesh for FSDP and tensor parallelism, over all processes."""
+"""Shardings on a mesh for FSDP and tensor parallelism, over all processes."""
 
 from __future__ import annotations
 
