@@ -11,7 +11,7 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax
 from agn_optax import errors
 
 _PREFIX = "agn_optax"
-_KEPT_ROUNDS = 64  # whose keys are kept: a process may still read the newest ones
+_FIRST_IS_MISSING = [None]  # in place of the calls of all
 _GRACE = 1.0  # s that the others wait longer than the first process
 
 
@@ -30,6 +30,8 @@ class Processes:
     or that some are missing. A process that has missed rounds goes on with the newest
     one, so that an error in one process does not put it out of step. Use an object on
     one thread at a time, but for `share`.
+
+    The first process deletes the keys of a round once all have called the next one.
 
     Args:
       indices: indices of the processes in the job, in ascending order.
@@ -50,6 +52,8 @@ class Processes:
         self.index = self.indices.index(own)
         self._name = f"{_PREFIX}/{'-'.join(map(str, self.indices))}/{name}"
         self._round = 0
+        self._first_kept = 0  # number of the oldest round with keys
+        self._all_called = False  # whether all processes called in the last round
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -77,19 +81,19 @@ class Processes:
         # A name for this call: an earlier one may have left its value in this round.
         # As JSON has it, so that it compares with the values of the others.
         own = json.loads(json.dumps([uuid.uuid4().hex, what, value]))
-        is_included = False
-        while not is_included:
-            number = self.round
+        while True:
+            number = self._round
             self._set(f"{number}/{self.index}", own)
             if not self.index:
                 calls = self._end_round(number, own, end)
             elif (calls := self._get(f"{number}/all", end)) is None:
-                calls = self._publish(number, [None])  # the first process is missing
+                calls = self._publish(number, _FIRST_IS_MISSING)
+                if calls == _FIRST_IS_MISSING:
+                    raise self._missed([0], what, timeout)
             self._round += 1
-            if calls == [None]:
-                raise self._missed([0], what, timeout)
-            # The first process may have ended the round without this call.
-            is_included = (calls[self.index] or [""])[0] == own[0]
+            # Others may have ended the round without this call, or long before it.
+            if calls != _FIRST_IS_MISSING and (calls[self.index] or [""])[0] == own[0]:
+                break
         if missing := [i for i, call in enumerate(calls) if call is None]:
             given = [call[-1] for call in calls if call is not None]
             failed = [v["error"] for v in given if isinstance(v, dict) and "error" in v]
@@ -106,26 +110,22 @@ class Processes:
 
         Once one is missing, the others are not waited for.
         """
+        if self._all_called:  # nobody will look for an earlier round than the last
+            for old in range(self._first_kept, self._round - 1):
+                self.forget(str(old))
+            self._first_kept = max(0, self._round - 1)
         calls = [own]
         for index in range(1, len(self)):
             key = f"{number}/{index}"
             is_over = None in calls
             calls.append(self._try_get(key) if is_over else self._get(key, end))
-        if number >= _KEPT_ROUNDS:
-            self.forget(str(number - _KEPT_ROUNDS))
+        self._all_called = None not in calls
         return self._publish(number, calls)
 
     def _publish(self, number: int, calls: Any) -> Any:
         """End a round, unless another process has; return how it has ended."""
-        text = json.dumps({"value": calls})
-        try:
-            _client().key_value_set(f"{self._name}/{number}/all", text)
-        except jax.errors.JaxRuntimeError:
-            ended = self._try_get(f"{number}/all")
-            if ended is None:
-                raise errors.CenterError("cannot reach the other processes") from None
-            return ended
-        return calls
+        key = f"{number}/all"
+        return calls if self._set(key, calls, is_new=True) else self._try_get(key)
 
     def peek(self, index: int) -> Any:
         """Return what a process has given to `gather` in this round, or None."""
@@ -166,29 +166,43 @@ class Processes:
             f"flush{others}"
         )
 
-    def _set(self, key: str, value: Any) -> None:
+    def _set(self, key: str, value: Any, *, is_new: bool = False) -> bool:
+        """Set a value; return False if it must be new, and there is one already."""
         text = json.dumps({"value": value})
-        try:
-            _client().key_value_set(f"{self._name}/{key}", text, allow_overwrite=True)
-        except jax.errors.JaxRuntimeError as error:
-            text = f"cannot reach the other processes: {error}"
-            raise errors.CenterError(text) from error
+        set_value = _client().key_value_set
+        with _unless("ALREADY_EXISTS"):
+            set_value(f"{self._name}/{key}", text, allow_overwrite=not is_new)
+            return True
+        return False
 
     def _get(self, key: str, end: float) -> Any:
         """Return a value, or None if there is none at the time ``end``."""
         milliseconds = max(1, round((end - time.monotonic()) * 1000))
-        try:
+        with _unless("DEADLINE_EXCEEDED"):
             text = _client().blocking_key_value_get(f"{self._name}/{key}", milliseconds)
-        except jax.errors.JaxRuntimeError:
-            return None
-        return json.loads(text)["value"]
+            return json.loads(text)["value"]
+        return None
 
     def _try_get(self, key: str) -> Any:
-        try:
+        with _unless("NOT_FOUND"):
             text = _client().key_value_try_get(f"{self._name}/{key}")
-        except jax.errors.JaxRuntimeError:
-            return None
-        return json.loads(text)["value"]
+            return json.loads(text)["value"]
+        return None
+
+
+@contextlib.contextmanager
+def _unless(status: str) -> Iterator[None]:
+    """Leave the block on an error of this status of the coordination service.
+
+    Raises:
+      CenterError: an error of another status, such as of a job that is over.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith(status):
+            text = f"cannot reach the other processes of the job: {error}"
+            raise errors.CenterError(text) from error
 
 
 @functools.cache

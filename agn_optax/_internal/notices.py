@@ -230,6 +230,8 @@ CHECKS = {
     ),
 }
 
+_ORDER = {name: place for place, name in enumerate(CHECKS)}
+
 
 class Notice(NamedTuple):
     """Something that goes wrong now."""
@@ -297,6 +299,8 @@ class Notices:
           texts: what each check says, by its name; unknown names are ignored, which a
             newer worker may send.
         """
+        if not (texts or self._current):  # as at almost every exchange
+            return
         for name, row in CHECKS.items():
             if row.observer != "worker":
                 continue
@@ -314,6 +318,9 @@ class Notices:
             center may send.
           is_logged: whether this process has logged them already.
         """
+        notices = tuple(notices)
+        if not (notices or self._current):  # as at almost every exchange
+            return
         rows = CHECKS.items()
         known = {name for name, row in rows if row.observer == "center"}
         found = [notice for notice in notices if notice.check in known]
@@ -351,14 +358,15 @@ class Notices:
         Args:
           observer: "center" or "worker", for those of its checks; "" for all.
         """
+        if not self._current:  # as at almost every exchange
+            return []
         with self._lock:
-            order = {name: place for place, name in enumerate(CHECKS)}
             found = [
                 notice
                 for notice in self._current.values()
                 if observer in ("", CHECKS[notice.check].observer)
             ]
-        return sorted(found, key=lambda n: (order[n.check], n.worker))
+        return sorted(found, key=lambda n: (_ORDER[n.check], n.worker))
 
 
 def check_thresholds(thresholds: Any) -> None:

@@ -1,6 +1,6 @@
 """Centers outside the workers' programs.
 
-`_protocol` is the interface (`Center` and its `Session`), and `_submission` has the
+`_protocol` is the interface (`Center` and its sessions), and `_submission` has the
 records of an exchange (`Submission` and `Answer`). Each center with parameters of its
 own uses `_core`: there, `_ledger` tracks the workers and decides by `_modes` which
 message is next, `_store` computes one version after another, and `durability` saves
@@ -33,7 +33,7 @@ from agn_optax.center._pieces import region_of as region_of
 from agn_optax.center._pieces import shares_of as shares_of
 from agn_optax.center._pieces import uncovered as uncovered
 from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
-from agn_optax.center._protocol import Center, Session
+from agn_optax.center._protocol import Center, Session, WorkerSession
 from agn_optax.center._recent import Recent as Recent
 from agn_optax.center._settings import CenterSettings as CenterSettings
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
@@ -66,4 +66,5 @@ __all__ = [
     "Synchronous",
     "Thresholds",
     "Transfer",
+    "WorkerSession",
 ]

@@ -28,7 +28,7 @@ _MIN_NORMS = 3
 _MIN_FIRST = 60.0  # s, minimum time expected before a first exchange: it may compile
 _MAX_OTHERS = 32  # workers with which another one is compared, the last that sent
 _MIN_MOVED = 0.1  # share of the elements reached by messages that has to move
-_MAX_WAITING = 256  # messages between two looks that are compared; others are not
+_MAX_WAITING = 64  # messages and versions between two looks; others are not compared
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""The interface between a worker and its center: `Center` and `Session`."""
+"""The interface between a worker and its center: `Center`, and its sessions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PyTree = Any
 MAX_REPORTED = 64  # maximum number of metrics of a worker, and of characters of a name
 
 
-class Session(abc.ABC):
-    """A worker's session at a center, from `Center.join` until the worker leaves.
+class WorkerSession(abc.ABC):
+    """A session as its worker uses it, from `Center.join` until the worker leaves.
 
     An exchange is identified by the worker's name, the session id and a sequence
     number, and by nothing else. The exchanges of a session are numbered 1, 2, 3, ...,
@@ -39,52 +39,25 @@ class Session(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def submit(self, submission: Submission) -> None:
-        """Submit an exchange; `collect` returns the answer.
+    def exchange(self, submission: Submission) -> Answer:
+        """Exchange with the center, and return the version that the worker adopts.
+
+        May be repeated. The answer says which version it is, before or after the
+        message depending on the rule, with the message's staleness and norm, whether
+        it was applied, and the reason if it was rejected.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
           TreeMismatchError: the contribution does not match the center.
           InvalidArgumentError: ``anchor_version`` is later than the center's version,
             or ``steps`` or ``weight`` is out of range.
+          MessageRejectedError: the center has rejected too many messages of this worker
+            in a row. The exchange has no effect, as if it had not been submitted.
           WorkerStateError: the session is over, or ``sequence`` is neither its last
             exchange nor the next.
           CenterUnreachableError: a remote center does not answer, or the center has
             been closed.
         """
-
-    @abc.abstractmethod
-    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
-        """Return the answer to an exchange: the version that the worker adopts.
-
-        Args:
-          sequence: number of a submitted exchange.
-          timeout: maximum time to wait, in seconds; None waits without a limit.
-
-        Returns:
-          The version before or after the message, depending on the rule, with the
-          message's staleness and norm, whether it was applied, and the reason if it was
-          rejected. None if the message still waits when the timeout is over.
-
-        Raises:
-          MessageRejectedError: the center has rejected too many messages of this worker
-            in a row. The exchange has no effect, as if it had not been submitted.
-          WorkerStateError: the session is over.
-          CenterUnreachableError: a remote center does not answer, or the center has
-            been closed.
-        """
-
-    @abc.abstractmethod
-    def acknowledge(self, sequence: int) -> None:
-        """Confirm that the worker has the answer, so that the center may release it."""
-
-    @abc.abstractmethod
-    def disconnect(self) -> None:
-        """Report a broken connection: the worker has until its lease ends to return."""
-
-    @abc.abstractmethod
-    def leave(self) -> None:
-        """End the session, so that no other worker waits for this one. Idempotent."""
 
     def is_answered(self, done: bool) -> bool:
         """Return ``done``, or for a worker of several processes that of the first.
@@ -98,8 +71,52 @@ class Session(abc.ABC):
         """Return ``flag``, or for a worker of several processes that of the first."""
         return flag
 
+    @abc.abstractmethod
+    def disconnect(self) -> None:
+        """Report a broken connection: the worker has until its lease ends to return."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """End the session, so that no other worker waits for this one. Idempotent."""
+
+
+class Session(WorkerSession):
+    """A session whose exchanges can be made in three calls.
+
+    The shards of a center get all parts of a message before any of them is waited for.
+    """
+
+    @abc.abstractmethod
+    def submit(self, submission: Submission) -> None:
+        """Submit an exchange; `collect` returns the answer.
+
+        Errors are those of `exchange`.
+        """
+
+    @abc.abstractmethod
+    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
+        """Return the answer to an exchange: see `exchange`.
+
+        Args:
+          sequence: number of a submitted exchange.
+          timeout: maximum time to wait, in seconds; None waits without a limit.
+
+        Returns:
+          The answer. None if the message still waits when the timeout is over.
+
+        Raises:
+          MessageRejectedError: see `exchange`.
+          WorkerStateError: the session is over.
+          CenterUnreachableError: a remote center does not answer, or the center has
+            been closed.
+        """
+
+    @abc.abstractmethod
+    def acknowledge(self, sequence: int) -> None:
+        """Confirm that the worker has the answer, so that the center may release it."""
+
     def exchange(self, submission: Submission) -> Answer:
-        """Submit an exchange, collect and acknowledge its answer. May be repeated."""
+        """Submit an exchange, collect and acknowledge its answer."""
         self.submit(submission)
         answer = self.collect(submission.sequence)
         assert answer is not None  # there is no timeout

@@ -249,20 +249,23 @@ class ShardedCenter:
         rows = bool(sent == jax.tree.structure(whole))
         return parts.balanced(whole, len(self.centers), rows=rows)
 
-    def unite(self, snapshots: Sequence[Snapshot | Answer]) -> Snapshot:
-        """Combine the snapshots of all shards into one."""
-        whole = parts.join([snapshot.params for snapshot in snapshots])
-        whole = self._in_containers(whole)
-        self._learn(whole)
-        return Snapshot(whole, tuple(snapshot.version for snapshot in snapshots))
-
-    def unite_pieces(
-        self, snapshots: Sequence[Snapshot | Answer], share: Share
+    def unite(
+        self, snapshots: Sequence[Snapshot | Answer], share: Share | None = None
     ) -> Snapshot:
-        """Combine a process's pieces of the snapshots of all shards."""
+        """Combine the snapshots of all shards into one.
+
+        Args:
+          snapshots: the snapshots, or answers.
+          share: share of the process that gets them, which gets its pieces; None for a
+            worker of one process.
+        """
         received = [snapshot.params for snapshot in snapshots]
-        pieces = share.join_wanted(received, self.known_parts())
-        return Snapshot(pieces, tuple(snapshot.version for snapshot in snapshots))
+        if share is None:
+            whole = self._in_containers(parts.join(received))
+            self._learn(whole)
+        else:
+            whole = share.join_wanted(received, self.known_parts())
+        return Snapshot(whole, tuple(snapshot.version for snapshot in snapshots))
 
     def _in_containers(self, tree: PyTree) -> PyTree:
         if self._like is None:
@@ -281,21 +284,12 @@ class ShardedCenter:
     def unite_answers(
         self, answers: Sequence[Answer], share: Share | None = None
     ) -> Answer:
-        """Combine the answers of all shards to one exchange.
-
-        Args:
-          answers: the answers.
-          share: share of the process that gets them; None for a worker of one process.
-        """
+        """Combine the answers of all shards to one exchange: see `unite`."""
         norms = [answer.norm for answer in answers if answer.norm is not None]
         paces = [answer.pace for answer in answers if answer.pace is not None]
         received = [a.received for a in answers if a.received is not None]
         return Answer(
-            *(
-                self.unite(answers)
-                if share is None
-                else self.unite_pieces(answers, share)
-            ),
+            *self.unite(answers, share),
             answers[0].sequence,
             staleness=max(answer.staleness for answer in answers),
             norm=np.sqrt(np.sum(np.square(norms))) if norms else None,
@@ -399,7 +393,7 @@ class ShardedSession(Session):
         sessions: Sequence[Any] = self._sessions
         pulled = self._center.call_all(lambda s: s.pull(attempt, timeout), sessions)
         assert self._share is not None
-        return self._center.unite_pieces(pulled, self._share)
+        return self._center.unite(pulled, self._share)
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge the answers of all shards: see `Session.acknowledge`."""

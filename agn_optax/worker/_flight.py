@@ -30,7 +30,7 @@ class Message:
     because the center may have applied it.
     """
 
-    session: Any  # a Session
+    session: Any  # a WorkerSession
     submission: Submission
     codec_state: PyTree = None  # after encoding; None if the local state has it
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)  # for callbacks

@@ -27,7 +27,7 @@ import optax
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import Thresholds, check, trees
-from agn_optax.center import Answer, Center, Session, Snapshot, Submission
+from agn_optax.center import Answer, Center, Snapshot, Submission, WorkerSession
 from agn_optax.round import LocalState
 from agn_optax.worker._checks import ExchangeChecks
 from agn_optax.worker._flight import Message, was_not_applied
@@ -192,14 +192,16 @@ class FragmentWorker:
         self._begin_session(session, loop, anchor)
         return loop
 
-    def _center_for(self, shardings: ParamShardings | None) -> Center:
+    def _center_for(self, shardings: ParamShardings | None) -> Center | ProcessesCenter:
         """Return the center for these shardings, and make programs for them."""
         self.programs = self._make_programs(shardings)
         if shardings is None or not shardings.spans_processes:
             return self.center
         return ProcessesCenter(self.center, shardings)
 
-    def _begin_session(self, session: Session, loop: Loop, anchor: Snapshot) -> None:
+    def _begin_session(
+        self, session: WorkerSession, loop: Loop, anchor: Snapshot
+    ) -> None:
         self.session = session
         self._expected = jax.eval_shape(lambda: loop)
         self.checks.begin_session()

@@ -11,11 +11,12 @@ adopt it. If one has not, all begin the exchange anew, or raise the same error.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -26,12 +27,14 @@ from agn_optax.center import (
     Answer,
     Center,
     Pieces,
+    Region,
     Session,
     ShardedCenter,
     Share,
     Snapshot,
     Submission,
     Transfer,
+    WorkerSession,
     is_finite,
     not_finite,
     plain,
@@ -159,7 +162,7 @@ class ProcessesCenter:
         return self._center.describe()
 
 
-class ProcessesSession(Session):
+class ProcessesSession(WorkerSession):
     """A session of all processes, whose contributions and answers are global arrays.
 
     Args:
@@ -250,16 +253,6 @@ class ProcessesSession(Session):
         """Return the first process's flag in all processes."""
         return bool(self.processes.gather(flag, self.limit, "a repetition")[0])
 
-    def submit(self, submission: Submission) -> None:
-        raise NotImplementedError("the processes agree in `exchange`")
-
-    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
-        raise NotImplementedError("the processes agree in `exchange`")
-
-    def acknowledge(self, sequence: int) -> None:
-        """Confirm an answer: see `Session.acknowledge`."""
-        self._session.acknowledge(sequence)
-
     def disconnect(self) -> None:
         """Close this process's connection: see `Session.disconnect`."""
         self._session.disconnect()
@@ -316,42 +309,57 @@ class ProcessesSession(Session):
         Encoded arrays have a row for each device: see `ParamShardings.rule`.
         """
         leaves: list[PyTree] = self._shardings.treedef.flatten_up_to(tree)
-        found: dict[tuple[int, Any], PyTree] = {}
-        needed = {region.leaf for region in self.share.owned}
-        for leaf in needed:
-            shape = self._shardings.shapes[leaf]
-            indices = self._shardings.of_leaves[leaf].addressable_devices_indices_map(
-                shape
-            )
-            for device, index in indices.items():
-                assert index is not None
-                region = region_of(index, shape, leaf)
-                found.setdefault(
-                    (leaf, region), _on_device(leaves[leaf], device, encoded)
-                )
-        return [found[region.leaf, region] for region in self.share.owned]
+        owned = set(self.share.owned)
+        found: dict[Region, PyTree] = {}
+        for region, device in self._places:
+            if region in owned and region not in found:
+                found[region] = _on_device(leaves[region.leaf], device, encoded)
+        return [found[region] for region in self.share.owned]
 
     def _whole(self, pieces: list[np.ndarray]) -> PyTree:
         """Return the wanted pieces as global arrays, in the dtypes of the center."""
         if not self._dtypes:
-            leaves = jax.tree.leaves(self._center.describe().params)
-            self._dtypes = [leaf.dtype for leaf in leaves]
+            center = jax.tree.leaves(self._center.describe().params)
+            self._dtypes = [leaf.dtype for leaf in center]
         by_region = dict(zip(self.share.wanted, pieces, strict=True))
-        leaves = []
-        for leaf, shape in enumerate(self._shardings.shapes):
-            sharding = self._shardings.of_leaves[leaf]
-            indices = sharding.addressable_devices_indices_map(shape)
-            arrays = [
-                jax.device_put(by_region[region_of(index, shape, leaf)], device).astype(
-                    self._dtypes[leaf]
-                )
-                for device, index in indices.items()
-                if index is not None
-            ]
-            leaves.append(
-                jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+        places = self._places
+        placed = jax.device_put(  # all at once, which is much faster
+            [by_region[place.region] for place in places],
+            [place.device for place in places],
+        )
+        of_leaves: list[list[jax.Array]] = [[] for _ in self._dtypes]
+        for place, array in zip(places, placed, strict=True):
+            leaf = place.region.leaf
+            dtype = self._dtypes[leaf]
+            of_leaves[leaf].append(
+                array if array.dtype == dtype else array.astype(dtype)
             )
-        return jax.tree.unflatten(self._shardings.treedef, leaves)
+        whole = map(
+            jax.make_array_from_single_device_arrays,
+            self._shardings.shapes,
+            self._shardings.of_leaves,
+            of_leaves,
+        )
+        return jax.tree.unflatten(self._shardings.treedef, whole)
+
+    @functools.cached_property
+    def _places(self) -> list[_Place]:
+        """All pieces on this process's devices."""
+        return [
+            _Place(region_of(index, shape, leaf), device)
+            for leaf, shape in enumerate(self._shardings.shapes)
+            for device, index in self._shardings.of_leaves[leaf]
+            .addressable_devices_indices_map(shape)
+            .items()
+            if index is not None
+        ]
+
+
+class _Place(NamedTuple):
+    """One of the pieces on a device."""
+
+    region: Region
+    device: jax.Device
 
 
 def _on_device(tree: PyTree, device: Any, encoded: bool) -> PyTree:

@@ -176,10 +176,14 @@ class Servicer:
             with limits.initializations.held(chief, other_chief(), WAITING_INTERVAL):
                 version = self._initialized_version(start)
                 if version is None:
-                    params = self._read_parameters(start, reader, context)
-                    if params is not None:  # else pieces of it are still missing
-                        version = self.core.initialize(params, worker=start.worker)
-                        self._first_parameters.forget()  # of a chief that has failed
+                    try:
+                        params = self._read_parameters(start, reader, context)
+                        if params is not None:  # else pieces are still missing
+                            version = self.core.initialize(params, worker=start.worker)
+                    finally:
+                        # Of a chief that has failed, or pieces that were sent twice.
+                        if self.core.is_initialized:
+                            self._first_parameters.forget()
         return pb.Initialized(version=version)
 
     def _initialized_version(self, start: pb.Start) -> int | None:

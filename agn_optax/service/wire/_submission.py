@@ -80,7 +80,10 @@ def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
 
 def _line(text: str) -> str:
     """Return a text of the other end as one line, of limited length, for the log."""
-    return "".join(c if c.isprintable() else " " for c in text[:_MAX_NOTICE])
+    text = text[:_MAX_NOTICE]
+    if text.isprintable():  # much faster than the loop, and almost always so
+        return text
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def snapshot_of(record: Answer | Snapshot, **others: Any) -> pb.Snapshot:
