@@ -11,7 +11,7 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,10 +50,13 @@ class Processes:
                 f"processes {list(self.indices)}"
             )
         self.index = self.indices.index(own)
-        self._name = f"{_PREFIX}/{'-'.join(map(str, self.indices))}/{name}"
+        self._parent = f"{_PREFIX}/{'-'.join(map(str, self.indices))}"
+        self._name = f"{self._parent}/{name}"
         self._round = 0
         self._first_kept = 0  # number of the oldest round with keys
         self._all_called = False  # whether all processes called in the last round
+        # Names of groups of the same processes whose keys this process needs no more.
+        self.ended: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -146,10 +149,20 @@ class Processes:
             raise self._missed([0], key, timeout)
         return shared
 
-    def forget(self, key: str = "") -> None:
-        """Delete a key, or all keys, which no process will read any more."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it only takes memory
-            _client().key_value_delete(f"{self._name}/{key}".rstrip("/"))
+    def forget(self, key: str) -> None:
+        """Delete a key, or the keys of a round, which no process will read any more."""
+        _delete(f"{self._name}/{key}")
+
+    def forget_groups(self, ended: Iterable[Sequence[str]]) -> None:
+        """Delete the keys of the groups that have ended in all processes.
+
+        Args:
+          ended: the attribute `ended` of every process.
+        """
+        for name in set.intersection(*map(set, ended)):
+            self.ended.discard(name)
+            if not self.index:
+                _delete(f"{self._parent}/{name}")
 
     def _missed(
         self,
@@ -188,6 +201,11 @@ class Processes:
             text = _client().key_value_try_get(f"{self._name}/{key}")
             return json.loads(text)["value"]
         return None
+
+
+def _delete(key: str) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it only takes memory
+        _client().key_value_delete(key)
 
 
 @contextlib.contextmanager

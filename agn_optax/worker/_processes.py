@@ -99,14 +99,16 @@ class ProcessesCenter:
             }
             # The first process chooses the session, and the name of the group.
             ids = [resume_token or self._new_token(), uuid.uuid4().hex]
-            everyone = processes.gather([own, ids], limit, "the start")
+            ended = sorted(processes.ended)
+            everyone = processes.gather([own, ids, ended], limit, "the start")
             for name, value in own.items():
-                if any(other[name] != value for other, _ in everyone):
+                if any(other[name] != value for other, *_ in everyone):
                     raise errors.InvalidArgumentError(
                         f"the processes of worker {worker!r} disagree about their "
-                        f"{name}: {[other[name] for other, _ in everyone]}"
+                        f"{name}: {[other[name] for other, *_ in everyone]}"
                     )
-            _, (token, group) = everyone[0]
+            _, (token, group), _ = everyone[0]
+            processes.forget_groups(each for *_, each in everyone)
         share = shares_of(group, params, jax.process_index(), processes.indices)
         joined = agreement.Processes(processes.indices, group)
         sessions: list[Session] = []
@@ -256,10 +258,17 @@ class ProcessesSession(WorkerSession):
     def disconnect(self) -> None:
         """Close this process's connection: see `Session.disconnect`."""
         self._session.disconnect()
+        self._end()
 
     def leave(self) -> None:
         """End the session of all processes: see `Session.leave`."""
         self._session.leave()
+        self._end()
+
+    def _end(self) -> None:
+        """Tell the next start that this process needs the session's keys no more."""
+        started = agreement.of_job(self.processes.indices, "start")
+        started.ended.add(self.share.group)
 
     def _agreed(self, sequence: int, attempt: Callable[[int], Record]) -> Record:
         """Return what all processes got in one attempt, with the same version."""
