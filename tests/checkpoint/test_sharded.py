@@ -11,6 +11,7 @@ from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service
+from agn_optax.center import ShardedCenter
 from agn_optax.service.server._assembly import Groups
 
 PROGRAM = pathlib.Path(resumed_pod.__file__)
@@ -77,20 +78,35 @@ def stack():
 
 @pytest.fixture
 def served(stack, tmp_path):
-    """Return a function that serves a center of a rule, with a journal."""
+    """Return a function that serves the shards of a center, each with a journal."""
 
-    def serve(rule):
-        kept = agn_optax.center.Journal(tmp_path / "center")
+    def serve(rule, shards=1):
         rule = resumed_pod.RULES[rule]
-        return stack.enter_context(service.serve(rule, durability=kept))
+        kept = [
+            agn_optax.center.Journal(tmp_path / f"center-{i}") for i in range(shards)
+        ]
+        return [
+            stack.enter_context(service.serve(rule, durability=journal))
+            for journal in kept
+        ]
 
     return serve
 
 
-def undisturbed(rule, steps):
+def address_of(servers):
+    return ",".join(server.address for server in servers)
+
+
+def versions(servers):
+    return [server.center.version for server in servers]
+
+
+def undisturbed(rule, steps, shards=1, streaming=None):
     """Return the center after a run in this process."""
-    center = agn_optax.LocalCenter(resumed_pod.RULES[rule])
-    worker = resumed_pod.new_worker(center)
+    rule_of_center = resumed_pod.RULES[rule]
+    centers = [agn_optax.LocalCenter(rule_of_center) for _ in range(shards)]
+    center = centers[0] if shards == 1 else ShardedCenter(centers)
+    worker = resumed_pod.new_worker(center, streaming)
     params = jax.tree.map(jax.numpy.asarray, resumed_pod.initial_params())
     params, state = worker.start(params, chief=True)
     for number in range(steps):
@@ -98,65 +114,94 @@ def undisturbed(rule, steps):
         params, state = resumed_pod.train_step(worker, rule, params, state, number)
         params, state = worker.exchange(params, state)
     worker.flush(params, state)
-    return center.pull()
+    return worker.center.pull()
 
 
-def assert_equal_centers(center, expected, tolerance):
-    assert center.version == expected.version
+def assert_equal_centers(servers, rule, expected, tolerance=0.0, streaming=None):
+    """Check the center of some servers against the one of an undisturbed run."""
+    fragments = resumed_pod.fragments_of(streaming)
+    rule, like = resumed_pod.RULES[rule], expected.params
+    with service.connect(
+        address_of(servers), rule, like=like, fragments=fragments
+    ) as center:
+        found = center.pull()
+    assert found.version == expected.version
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected.params):
-        got = center.params[path[0].key]
+        got = found.params[path[0].key]
         np.testing.assert_allclose(got, leaf, rtol=tolerance, atol=tolerance)
+
+
+FRAGMENTS = {"parts": 2}
+DELAYED = {"parts": 2, "delay": 1, "mixing": 0.5}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("rule", "groups", "tolerance"),
+    ("rule", "groups", "shards", "how", "tolerance"),
     [
-        ("downpour", [(2, "columns"), (1, "rows")], 0.0),
-        ("agn", [(4, "rows"), (2, "columns"), (1, "rows")], 1e-5),
-        ("diloco", [(1, "rows"), (4, "columns"), (2, "columns")], 0.0),
+        ("downpour", [(2, "columns"), (1, "rows")], 1, {"overlap": True}, 0.0),
+        ("agn", [(4, "rows"), (2, "columns"), (1, "rows")], 1, {}, 1e-5),
+        ("diloco", [(1, "rows"), (4, "columns"), (2, "columns")], 1, {}, 0.0),
+        # The leaf "w" is cut in other rows than those of the processes.
+        ("diloco", [(4, "columns"), (2, "rows")], 3, {}, 0.0),
+        ("downpour", [(1, "rows"), (2, "columns")], 2, {"overlap": True}, 0.0),
+        ("diloco", [(4, "rows"), (2, "columns")], 2, {"streaming": FRAGMENTS}, 0.0),
+        ("agn_fixed", [(2, "rows"), (4, "columns")], 2, {"streaming": DELAYED}, 0.0),
     ],
 )
 def test_killed_worker_continues_with_another_number_of_processes(
-    stack, served, tmp_path, rule, groups, tolerance
+    stack, served, tmp_path, rule, groups, shards, how, tolerance
 ):
-    folder, server, sessions = tmp_path / "worker", served(rule), set()
+    folder, servers, sessions = tmp_path / "worker", served(rule, shards), set()
+    connect = {"do": "connect", "address": address_of(servers), "rule": rule, **how}
     steps = 6 * resumed_pod.PERIOD * len(groups)
     for number, (count, layout) in enumerate(groups):
         group = Group(stack, count)
-        how = {"overlap": rule == "downpour"}
-        group.ask(do="connect", address=server.address, rule=rule, layout=layout, **how)
-        sessions.add(group.ask(do="start", folder=str(folder))["session"])
+        group.ask(**connect, layout=layout)
+        sessions.add(tuple(group.ask(do="start", folder=str(folder))["session"]))
         if number == len(groups) - 1:
             group.ask(do="train", until=steps)
             last = group.ask(do="flush")
             break
         group.send(do="train", until=steps)
-        version = server.center.version + 2
-        wait_until(lambda version=version: server.center.version >= version, LIMIT)
+        goal = min(versions(servers)) + 2
+        wait_until(lambda goal=goal: min(versions(servers)) >= goal, LIMIT)
         if number:  # kill it while it writes a checkpoint
             wait_until(lambda: any(folder.glob("*tmp*")), LIMIT)
         group.kill()
-        assert server.center.version < steps // resumed_pod.PERIOD
+        assert max(versions(servers)) < steps // resumed_pod.PERIOD
     assert len(sessions) == 1
     assert last["step"] == steps
-    assert last["exchanges"] == server.center.version
-    expected = undisturbed(rule, steps)
-    assert_equal_centers(server.center.pull(), expected, tolerance)
+    assert last["exchanges"] == min(versions(servers))
+    streaming = how.get("streaming")
+    expected = undisturbed(rule, steps, shards, streaming)
+    assert_equal_centers(servers, rule, expected, tolerance, streaming)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rule", "shards", "streaming"),
+    [
+        ("diloco", 1, None),
+        ("diloco", 3, None),
+        ("diloco", 2, FRAGMENTS),
+        ("agn_fixed", 2, DELAYED),
+    ],
+    ids=["whole", "shards", "fragments", "delay"],
+)
 def test_sharded_checkpoint_is_loaded_by_another_number_of_processes(
-    stack, served, tmp_path
+    stack, served, tmp_path, rule, shards, streaming
 ):
-    server, path = served("diloco"), str(tmp_path / "saved")
-    connect = {"do": "connect", "address": server.address, "rule": "diloco"}
+    servers, path = served(rule, shards), str(tmp_path / "saved")
+    connect = {"do": "connect", "address": address_of(servers), "rule": rule}
+    connect["streaming"] = streaming
     two = Group(stack, 2)
     two.ask(**connect, layout="rows")
     two.ask(do="start", folder=str(tmp_path / "worker"))
-    saved = two.ask(do="train", until=5)  # in the middle of a round
+    two.ask(do="train", until=5)  # in the middle of a round
+    saved = two.ask(do="receive")
     two.ask(do="save", path=path)
     for error in two.errors(do="save", path=path):
         assert "exists already" in error
@@ -166,8 +211,10 @@ def test_sharded_checkpoint_is_loaded_by_another_number_of_processes(
     loaded = one.ask(do="load", path=path)
     assert (loaded["step"], loaded["exchanges"]) == (5, 2)
     assert loaded["session"] != saved["session"]
-    assert one.ask(do="train", until=8)["exchanges"] == 4
-    assert_equal_centers(server.center.pull(), undisturbed("diloco", 8), 0.0)
+    one.ask(do="train", until=8)
+    assert one.ask(do="flush")["exchanges"] == min(versions(servers)) == 4
+    expected = undisturbed(rule, 8, shards, streaming)
+    assert_equal_centers(servers, rule, expected, streaming=streaming)
 
 
 def test_group_whose_session_was_resumed_cannot_take_it_back():
@@ -193,7 +240,7 @@ def test_group_whose_session_was_resumed_cannot_take_it_back():
 def test_survivors_of_a_killed_process_do_not_end_the_resumed_session(
     stack, served, tmp_path
 ):
-    server, folder = served("downpour"), str(tmp_path / "worker")
+    (server,), folder = served("downpour"), str(tmp_path / "worker")
     connect = {"do": "connect", "address": server.address, "rule": "downpour"}
     old = Group(stack, 2, heartbeat_timeout=LIMIT)
     old.ask(**connect, layout="rows")
@@ -211,13 +258,41 @@ def test_survivors_of_a_killed_process_do_not_end_the_resumed_session(
         survivor.answer()
     survivor.ask(do="leave")
     assert set(server.center.workers) == {"w"}
-    assert_equal_centers(server.center.pull(), undisturbed("downpour", 8), 0.0)
+    assert_equal_centers([server], "downpour", undisturbed("downpour", 8))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_message_that_one_of_two_shards_has_applied_is_completed_by_one_process(
+    stack, served, tmp_path
+):
+    servers, folder = served("diloco", 2), str(tmp_path / "worker")
+    connect = {"do": "connect", "address": address_of(servers), "rule": "diloco"}
+    two = Group(stack, 2)
+    two.ask(**connect, layout="columns")
+    two.ask(do="start", folder=folder)
+    two.ask(do="train", until=3)
+    two.processes[1].ask(do="die_between_shards")
+    two.send(do="train", until=8)
+    wait_until(lambda: not two.processes[1].is_running, LIMIT)
+    assert versions(servers) == [2, 1]
+    two.kill()
+    one = Group(stack, 1)
+    one.ask(**connect, layout="rows")
+    assert one.ask(do="start", folder=folder)["exchanges"] == 2
+    assert versions(servers) == [2, 2]
+    one.ask(do="train", until=8)
+    assert_equal_centers(servers, "diloco", undisturbed("diloco", 8, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_bad_input_raises_in_all_processes(stack, served, tmp_path):
-    server, path, folder = served("agn"), str(tmp_path / "saved"), str(tmp_path / "w")
+    (server,), path, folder = (
+        served("agn"),
+        str(tmp_path / "saved"),
+        str(tmp_path / "w"),
+    )
     connect = {"do": "connect", "address": server.address, "rule": "agn"}
     two = Group(stack, 2)
     two.ask(**connect, layout="rows")

@@ -52,6 +52,11 @@ class Process:
         """Return whether an answer is available."""
         return not self._lines.empty()
 
+    @property
+    def is_running(self):
+        """True until the process has ended."""
+        return self._popen.poll() is None
+
     def kill(self):
         """Kill the process by SIGKILL and release its resources."""
         self._popen.kill()

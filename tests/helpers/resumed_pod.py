@@ -17,13 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import agn_optax
 from agn_optax import checkpoint, rules, service
-from helpers import children, sessions, shared
+from helpers import children, sessions, shared, waiting
 
 PERIOD = 2
 TIMEOUT = 60.0  # s, generous for a busy machine
 RULES = {
     "downpour": shared.downpour(),
     "agn": rules.agn(shared.sgd(0.3)),
+    # Its gradients do not depend on the parameters, nor on when an answer is adopted.
+    "agn_fixed": rules.agn(shared.sgd(0.5)),
     # It has an anchor, and a residual.
     "diloco": rules.diloco(
         shared.sgd(0.5),
@@ -44,9 +46,16 @@ def initial_params():
     }
 
 
-def new_worker(center, **how):
-    inner = shared.sgd(0.5)
-    return agn_optax.Worker(center, inner, period=PERIOD, name="w", **how)
+def fragments_of(streaming):
+    """Return the fragments of these arguments; None for no arguments."""
+    return agn_optax.Fragments(**streaming) if streaming else None
+
+
+def new_worker(center, streaming=None, **how):
+    inner, fragments = shared.sgd(0.5), fragments_of(streaming)
+    return agn_optax.Worker(
+        center, inner, period=PERIOD, name="w", fragments=fragments, **how
+    )
 
 
 def train_step(worker, rule, params, state, number):
@@ -78,13 +87,16 @@ class Run:
             )
         return {"devices": jax.device_count()}
 
-    def connect(self, address, rule, layout, **how):
+    def connect(self, address, rule, layout, streaming=None, **how):
         """Make the worker, in place of an earlier one."""
         if self.worker is not None:
             self.worker.leave()
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-        center = service.connect(address, RULES[rule], timeout=TIMEOUT)
-        self.worker = self.loop = new_worker(center, **how)
+        fragments = fragments_of(streaming)
+        center = service.connect(
+            address, RULES[rule], timeout=TIMEOUT, fragments=fragments
+        )
+        self.worker = self.loop = new_worker(center, streaming, **how)
         self.position = {"step": np.zeros((), np.int32)}
         self.params = {
             name: jax.device_put(
@@ -119,10 +131,25 @@ class Run:
         self.state = self.loop.flush(*self.state)
         return self.report()
 
+    def receive(self):
+        self.state = self.loop.receive(*self.state)
+        return self.report()
+
     def die_when_sending(self):
         """Let the process be killed after a checkpoint, before it sends its pieces."""
         session = sessions.of_worker(self.worker)
         session.exchange = lambda submission: os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_between_shards(self):
+        """Let the process be killed when only the first of two shards has a message."""
+        first, _ = self.worker.center.centers
+        version = first.describe().version
+
+        def submit(submission):
+            waiting.wait_until(lambda: first.describe().version > version)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        sessions.of_shards(self.worker)[-1].submit = submit
 
     def leave(self):
         self.worker.leave()
@@ -149,7 +176,12 @@ class Run:
         return {
             "step": int(self.position["step"]),
             "exchanges": self.worker.exchanges,
-            "session": self.worker.resume_token[0][1],
+            # The ids of centers and sessions, for all shards or fragments.
+            "session": [
+                part
+                for part in jax.tree.leaves(self.worker.resume_token)
+                if isinstance(part, str)
+            ],
         }
 
 

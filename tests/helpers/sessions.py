@@ -44,6 +44,11 @@ def of_worker(worker, number=0):
     return fragment(worker, number).session
 
 
+def of_shards(worker):
+    """Return the sessions of a process of several at the shards of its center."""
+    return of_worker(worker)._session._sessions
+
+
 def of_center(center):
     """Return the open sessions of a connected center."""
     return list(center._sessions.values())

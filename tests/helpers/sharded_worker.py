@@ -9,6 +9,7 @@ line of JSON for each. The tests run the same scenarios in one process.
 import dataclasses
 import json
 import logging
+import math
 import sys
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import agn_optax
-from agn_optax import codecs, rules, service
+from agn_optax import codecs, robust, rules, service
 
 # Encoded in blocks of 8, the rows of "u" on two devices have the shape of "u" again.
 SHAPES = {"w": (8, 16), "v": (4, 8), "u": (2, 4, 8), "b": (3,), "s": ()}
@@ -36,8 +37,9 @@ LAYOUTS = {
     name: {**dict.fromkeys(SHAPES, P()), **specs} for name, specs in LAYOUTS.items()
 }
 TIMEOUT = 20.0  # s
-# Added to the gradients, by the name of the worker. The first is the chief.
-WORKERS = {"anna": 0.0, "bert": 0.25, "carl": -0.5}
+# Added to the gradients, by the name of the worker. The first is the chief, and the
+# messages of the last are bad.
+WORKERS = {"anna": 0.0, "bert": 0.25, "carl": -0.5, "dora": 0.125, "emil": 64.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Scenario:
     returns: bool = False  # whether the worker leaves and starts again
     together: bool = False  # whether all of WORKERS run it, in rounds
     timed: bool = False  # whether results depend on the times at which answers arrive
+    # Whether the center has moved by the sum of the worker's updates and its residual.
+    adds_up: bool = False
 
 
 def _scenarios():
@@ -82,7 +86,7 @@ def _scenarios():
     overlaps = {"settings": {"overlap": True}, "flush": True, "timed": True}
     made["overlap"] = Scenario(by_rule["agn"], **overlaps)
     made["overlap_downpour"] = Scenario(
-        rules.downpour(codec=by_codec["quantize"]), **overlaps
+        rules.downpour(codec=by_codec["quantize"]), adds_up=True, **overlaps
     )
     made["weights"] = Scenario(by_rule["diloco"], weight=2.5, flush=True, steps=13)
     made["dynamic"] = Scenario(
@@ -91,7 +95,7 @@ def _scenarios():
     made["returns"] = Scenario(by_rule["downpour"], returns=True)
     made["shards"] = Scenario(by_rule["agn"], shards=3)
     made["shards_quantize"] = Scenario(
-        rules.downpour(codec=by_codec["quantize"]), shards=2
+        rules.downpour(codec=by_codec["quantize"]), shards=2, adds_up=True
     )
     made["fragments"] = Scenario(
         by_rule["diloco"],
@@ -109,6 +113,15 @@ def _scenarios():
         flush=True,
     )
     made["rounds"] = Scenario(by_rule["diloco"], together=True)
+    # Krum and radial read whole messages, which no shard of a center has.
+    for name, combine, shards in (
+        ("median", robust.median(), 2),
+        ("krum", robust.krum(1), 1),
+        ("krum_keep", robust.krum(1, keep=2), 1),
+        ("radial", robust.radial(), 1),
+    ):
+        rule = dataclasses.replace(by_rule["diloco"], combine=combine)
+        made[f"rounds_{name}"] = Scenario(rule, shards=shards, together=True)
     return made
 
 
@@ -119,6 +132,55 @@ def params():
     """Return the first parameters, as NumPy arrays."""
     rng = np.random.default_rng(3)
     return {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def mesh_of(layout, processes):
+    """Return the mesh of a layout, whose devices may also be those of one process."""
+    shape, axes = (processes,), ("a",)
+    if layout == "both":
+        shape, axes = (processes, 2), ("a", "b")
+    return jax.make_mesh(
+        shape,
+        axes,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+        devices=jax.devices()[: math.prod(shape)],
+    )
+
+
+def by_pieces(scenario, layout, processes):
+    """Return a scenario for one process that encodes each device's piece by itself."""
+    codec, mesh = scenario.rule.codec, mesh_of(layout, processes)
+    if codec.reads == "element":
+        return scenario
+
+    def indices(name, leaf):
+        sharding = NamedSharding(mesh, LAYOUTS[layout][name])
+        found = sharding.devices_indices_map(leaf.shape).values()
+        return {str(index): index for index in found}.values()
+
+    def cut(tree):  # a shard of a center has None in place of others' leaves
+        return {
+            name: leaf if leaf is None else [leaf[i] for i in indices(name, leaf)]
+            for name, leaf in tree.items()
+        }
+
+    def decode(encoded, like):
+        pieces, joined = codec.decode(encoded, cut(like)), dict(like)
+        for name, leaf in like.items():
+            if leaf is None:
+                continue
+            for index, piece in zip(indices(name, leaf), pieces[name], strict=True):
+                joined[name] = joined[name].at[index].set(piece)
+        return joined
+
+    own = dataclasses.replace(
+        codec,
+        init=lambda params: codec.init(cut(params)),
+        encode=lambda contribution, state: codec.encode(cut(contribution), state),
+        decode=decode,
+    )
+    rule = dataclasses.replace(scenario.rule, codec=own)
+    return dataclasses.replace(scenario, rule=rule)
 
 
 def sharded(layout, mesh):
@@ -139,6 +201,10 @@ def run(scenario, center, name, first):
 
     All factors are powers of two, so that a product and its sum are rounded once, no
     matter whether the compiler fuses them; so are periods, by which AGN divides.
+
+    Returns:
+      The worker, its parameters, and trees like these: the sum of all ``updates``, and
+      the ``residual``, if the center's movement is the sum of both.
     """
     settings = {"period": 4, **(scenario.settings or {})}
     worker = agn_optax.Worker(
@@ -146,23 +212,31 @@ def run(scenario, center, name, first):
     )
 
     @jax.jit
-    def step(loop):
-        params, state = loop
+    def step(params, state, total):
         grads = jax.tree.map(
             lambda x: jnp.where(x > 0.1, 0.25 * x, -0.5) + WORKERS[name], params
         )
         updates, state = worker.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return (
+            optax.apply_updates(params, updates),
+            state,
+            optax.tree.add(total, updates),
+        )
 
     with worker:
         for _ in range(1 + scenario.returns):
-            loop = worker.start(first, chief=name == "anna")
+            params, state = worker.start(first, chief=name == "anna")
+            total = jax.tree.map(lambda x: 0 * x, params)
             for _ in range(scenario.steps):
-                loop = worker.exchange(*step(loop), weight=scenario.weight)
+                params, state, total = step(params, state, total)
+                params, state = worker.exchange(params, state, weight=scenario.weight)
             if scenario.flush:
-                loop = worker.flush(*loop)
-            loop = worker.receive(*loop)
-    return worker, loop[0]
+                params, state = worker.flush(params, state)
+            params, state = worker.receive(params, state)
+    sums = {}
+    if scenario.adds_up:
+        sums = {"updates": total, "residual": state.codec_state.residual}
+    return worker, params, sums
 
 
 def pieces(tree):
@@ -180,11 +254,7 @@ def main():
     logging.basicConfig(level=logging.WARNING)
     jax.config.update("jax_num_cpu_devices", 2 if layout == "both" else 1)
     jax.distributed.initialize(coordinator, int(processes), int(process))
-    shape, axes = (int(processes),), ("a",)
-    if layout == "both":
-        shape, axes = (int(processes), 2), ("a", "b")
-    auto = (jax.sharding.AxisType.Auto,) * len(axes)
-    mesh = jax.make_mesh(shape, axes, axis_types=auto)
+    mesh = mesh_of(layout, int(processes))
     for given in scenarios:
         key, _, address = given.partition("=")
         scenario = SCENARIOS[key]
@@ -194,12 +264,13 @@ def main():
             timeout=TIMEOUT,
             fragments=(scenario.settings or {}).get("fragments"),
         ) as center:
-            worker, last = run(scenario, center, name, sharded(layout, mesh))
+            worker, last, sums = run(scenario, center, name, sharded(layout, mesh))
             said = {
                 "scenario": key,
                 "exchanges": worker.exchanges,
                 "specs": [str(x.sharding.spec) for x in jax.tree.leaves(last)],
                 "pieces": pieces(last),
+                "sums": {key: pieces(tree) for key, tree in sums.items()},
             }
             sys.stdout.write(f"\nRESULT {json.dumps(said)}\n")
             sys.stdout.flush()
