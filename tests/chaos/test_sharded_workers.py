@@ -25,7 +25,7 @@ MEGABYTES = int(os.environ.get("AGN_OPTAX_CHAOS_MB", "16"))  # of the model
 # The most memory that a center may take: for programs and buffers, and for the center,
 # and the messages, segments of shared memory and answers of two workers. Dozens of
 # messages pass through each process of the center.
-MEMORY = (512 + 18 * MEGABYTES) << 20
+MEMORY = (512 + 14 * MEGABYTES) << 20
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
