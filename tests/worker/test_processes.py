@@ -257,14 +257,14 @@ def test_every_layout_equals_one_process(count, layout):
 
 
 @pytest.mark.slow
-def test_worker_survives_an_outage_of_one_of_its_processes():
+def test_worker_survives_an_outage_of_one_of_its_processes(tmp_path):
     rule, coordinator, timeout = sharded_life.RULE, ports.free_address(), 60.0
     with service.serve(rule, direct_address=False) as server, Proxy() as proxy:
         host, _, port = server.address.rpartition(":")
         through = f"{host}:{proxy.forward((host, int(port)))}"
         program = [sharded_life.__file__, coordinator, "2"]
         processes = start(
-            [*program, str(i), "anna", address, "4096", "60", str(timeout)]
+            [*program, str(i), "anna", address, "4096", tmp_path / "end", str(timeout)]
             for i, address in enumerate([server.address, through])
         )
         center = server.center
@@ -276,6 +276,7 @@ def test_worker_survives_an_outage_of_one_of_its_processes():
         version = center.version
         wait_until(lambda: center.version > version)
         assert time.monotonic() - begin < timeout  # nobody waited for the timeout
+        (tmp_path / "end").touch()
         results_of(processes)
         found = center.pull()
     for leaf in found.params.values():
