@@ -287,6 +287,20 @@ MISTAKES = {
     "shardings_differ": "disagree about their shardings",
     "shapes_differ": "disagree about their model",
     "model_is_another_one": "parameters of another model",
+    "rule_differs": ("must make the same calls", "RuleMismatchError"),
+    "period_differs": "disagree about their period: [2, 3]",
+    "overlap_differs": "disagree about their overlap: [False, True]",
+    "patience_differs": "disagree about their patience: [None, 3]",
+    "chief_differs": "disagree about their chief: [True, False]",
+    "one_process_resumes": "disagree about their session",
+    "token_is_wrong": ("must make the same calls", "NotAllowedError"),
+    "token_is_of_another_worker": "only worker 'anna' itself may make this call",
+    "shards_are_in_another_order": "Give all processes all addresses",
+    "number_of_shards_differs": "Give all processes all addresses",
+    "centers_differ": "Give all processes all addresses",
+    "one_process_has_fragments": "disagree about their fragments: ['None', ",
+    "fragments_have_other_delays": "disagree about their fragments: ['Frag",
+    "fragments_of_the_center_differ": "disagree about their fragments of the center",
     "some_leaves_are_local": "NamedSharding on one mesh",
     "center_is_in_this_process": "and a center in this process do not go together",
     "codec_reads_the_whole_tree": "a codec that reads the whole tree do not go",
@@ -301,17 +315,32 @@ MISTAKES = {
 @pytest.mark.slow
 def test_mistakes_are_errors_in_every_process_and_move_nothing():
     rule, coordinator = sharded_mistakes.RULE, ports.free_address()
-    with service.serve(rule, np.ones((8, 2), np.float32)) as server:
+    lines = [f"chief {name} {token}" for name, token in sharded_mistakes.TOKENS.items()]
+    access = service.Access("\n".join(lines).encode())
+    first, half = np.ones((8, 2), np.float32), np.ones((4, 2), np.float32)
+    with (
+        service.serve(rule, first) as server,
+        service.serve(rule, first, security=service.Security(access=access)) as guarded,
+        service.serve(rule, half) as upper,
+        service.serve(rule, half) as lower,
+    ):
+        shards = f"{upper.address},{lower.address}"
+        addresses = [server.address, shards, guarded.address]
         program = [sharded_mistakes.__file__, coordinator]
-        both = start([*program, str(i), server.address] for i in range(2))
+        both = start([*program, str(i), *addresses] for i in range(2))
         results = results_of(both)
         recoveries = list(sharded_mistakes.RECOVERIES)
-        assert server.center.version == len(recoveries)
+        assert guarded.center.version == recoveries.count("token_is_right") == 1
+        assert server.center.version == len(recoveries) - 1
+        assert upper.center.version == lower.center.version == 0
     for process, said in enumerate(results):
         assert [name for name, *_ in said] == [*MISTAKES, *recoveries]
         for name, error, seconds in said[: len(MISTAKES)]:
             if error.startswith("RuntimeError: the process that"):
                 continue
-            assert MISTAKES[name] in error, (process, name, error)
+            expected = MISTAKES[name]
+            if isinstance(expected, tuple):  # of each process
+                expected = expected[process]
+            assert expected in error, (process, name, error)
             # A process knows who is missing two seconds later, and then waits for four.
             assert seconds < sharded_mistakes.TIMEOUT + 10, (process, name, seconds)
