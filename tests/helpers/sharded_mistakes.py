@@ -1,9 +1,9 @@
 """One of two processes of a worker that make mistakes.
 
-python sharded_mistakes.py COORDINATOR PROCESS ADDRESS SHARDS GUARDED
+python sharded_mistakes.py COORDINATOR PROCESS ADDRESS SHARDS GUARDED STRICT
 
-SHARDS are the addresses of a center in two shards, and GUARDED is that of a center that
-asks for a token of TOKENS.
+SHARDS are the addresses of a center in two shards. The center at GUARDED asks for a
+token of TOKENS, and the one at STRICT rejects all messages.
 
 It prints a line of JSON for each mistake: its name, the error, and the seconds it took.
 """
@@ -69,6 +69,15 @@ def shardings_differ(center, process):
 @mistake
 def shapes_differ(center, process):
     worker_of(center).start(arrays(rows=8 + 2 * process))
+
+
+@mistake
+def messages_are_rejected_too_often(center, process):
+    with service.connect(ADDRESSES["strict"], RULE, timeout=TIMEOUT) as own:
+        worker = worker_of(own)
+        loop = worker.exchange(*step(worker, *worker.start(arrays())))
+        assert worker.rejected == 1
+        worker.exchange(*step(worker, *loop))
 
 
 @mistake
@@ -309,7 +318,7 @@ def token_is_right(center, process):
 
 def main():
     coordinator, process, address = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    ADDRESSES.update(shards=sys.argv[4], guarded=sys.argv[5])
+    ADDRESSES.update(zip(("shards", "guarded", "strict"), sys.argv[4:], strict=True))
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, 2, process)
     with service.connect(address, RULE, timeout=TIMEOUT) as center:
