@@ -54,7 +54,7 @@ class Processes:
         self._name = f"{self._parent}/{name}"
         self._round = 0
         self._first_kept = 0  # number of the oldest round with keys
-        self._all_called = False  # whether all processes called in the last round
+        self._last_complete = 0  # number of the last round in which all called
         # Names of groups of the same processes whose keys this process needs no more.
         self.ended: set[str] = set()
 
@@ -114,16 +114,16 @@ class Processes:
 
         Once one is missing, the others are not waited for.
         """
-        if self._all_called:  # nobody will look for an earlier round than the last
-            for old in range(self._first_kept, self._round - 1):
-                self.forget(str(old))
-            self._first_kept = max(0, self._round - 1)
+        for old in range(self._first_kept, self._last_complete):
+            self.forget(str(old))  # nobody will look for it
+        self._first_kept = self._last_complete
         calls = [own]
         for index in range(1, len(self)):
             key = f"{number}/{index}"
             is_over = None in calls
             calls.append(self._try_get(key) if is_over else self._get(key, end))
-        self._all_called = None not in calls
+        if None not in calls:
+            self._last_complete = number
         return self._publish(number, calls)
 
     def _publish(self, number: int, calls: Any) -> Any:

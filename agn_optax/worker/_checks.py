@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from agn_optax._internal import Notices, Thresholds
 from agn_optax.center import Answer, Transfer
@@ -87,7 +88,7 @@ class ExchangeChecks:
         (numbers, counted, compression), self._pending = self._pending, None
         self._check_steps(int(numbers.local_steps), counted)
         if numbers.residual_norms is not None:
-            residual, contribution = map(float, jax.device_get(numbers.residual_norms))
+            residual, contribution = _own_norms(numbers.residual_norms)
             self._check_residual(residual, contribution * max(compression, 1.0))
 
     def _check_steps(self, steps: int, counted: int) -> None:
@@ -188,12 +189,24 @@ class ExchangeChecks:
             wanted = _wanted_route(transfer)
             before = self._other_routes.get(transfer.address, 0)
             times = self._other_routes[transfer.address] = before + 1 if wanted else 0
-            found = max(found, (times, _route(transfer), wanted))
+            rate = transfer.nbytes / max(transfer.seconds, _LEAST_SECONDS)
+            link = f"{_route(transfer)} at {_shown(rate)}"
+            found = max(found, (times, link, wanted))
         times, link, wanted = found
         self._measure("other_link", times, link=link, expected=wanted)
 
     def _measure(self, name: str, value: float | None, **values: object) -> None:
         self.notices.measure(name, value, self._worker, **values)
+
+
+def _own_norms(norms: jax.Array) -> tuple[float, float]:
+    """Return the two norms of `MessageNumbers`, over what this process has."""
+    if norms.ndim == 1:
+        rows = [np.asarray(norms)]
+    else:
+        rows = [np.asarray(shard.data)[0] for shard in norms.addressable_shards]
+    residual, contribution = np.linalg.norm(rows, axis=0)
+    return float(residual), float(contribution)
 
 
 def _wanted_route(transfer: Transfer) -> str:
@@ -202,6 +215,8 @@ def _wanted_route(transfer: Transfer) -> str:
     if expected.transport not in (None, transfer.transport):
         why = f" ({transfer.detour})" if transfer.detour else ""
         return f"transport {expected.transport!r}{why}"
+    if transfer.interface is None and expected.interface is not None:
+        return f"interface {expected.interface!r} (this system does not tell its own)"
     # Without a network, messages do not leave this machine.
     if transfer.interface and expected.interface not in (None, transfer.interface):
         return f"interface {expected.interface!r}"

@@ -222,18 +222,27 @@ class ProcessesSession(WorkerSession):
 
     def exchange(self, submission: Submission) -> Answer:
         """Exchange with all processes: see `Session.exchange`."""
-        own = self.pieces_of(submission.contribution, encoded=self._is_encoded)
+        number = submission.sequence
+
+        @functools.cache
+        def own_pieces() -> list[PyTree]:
+            return self.pieces_of(submission.contribution, encoded=self._is_encoded)
+
+        finite = [True]
         if self._has_shards:
-            # Pieces may be on several devices.
-            is_own_finite = all(map(bool, map(is_finite, own)))
-            finite = self.processes.gather(
-                is_own_finite, self.limit, f"exchange {submission.sequence}"
+            finite = _in_all(
+                self.processes,
+                f"the numbers of exchange {number}",
+                # Pieces may be on several devices.
+                lambda: all(map(bool, map(is_finite, own_pieces()))),
+                self.limit,
             )
-            own = own if all(finite) else not_finite(own)
-        submission = submission._replace(contribution=own)
 
         def attempt(number: int) -> Answer:
-            self._session.submit(submission._replace(attempt=number))
+            # If this raises, all processes get to know it.
+            own = own_pieces() if all(finite) else not_finite(own_pieces())
+            sent = submission._replace(contribution=own, attempt=number)
+            self._session.submit(sent)
             answer = self._session.collect(submission.sequence)
             assert answer is not None  # there is no timeout
             # Nothing of this process may fail once all have agreed.
@@ -404,7 +413,8 @@ def _check_equal(worker: str, everyone: Sequence[Mapping[str, Any]]) -> None:
         values = [given[name] for given in everyone]
         if any(value != values[0] for value in values):
             advice = {
-                "center": ". Give all processes all addresses, in the same order",
+                "center": ". Give all processes all addresses, in the same order; or "
+                "a center was restarted meanwhile, then start again",
                 "session": ". All processes must start, or restore the same state",
             }
             raise errors.InvalidArgumentError(

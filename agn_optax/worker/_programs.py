@@ -52,7 +52,9 @@ class MessageNumbers(NamedTuple):
     """
 
     local_steps: jax.Array  # int32 scalar: steps in the record
-    residual_norms: jax.Array | None  # float32[2]: see `rounds.residual_norms`
+    # float32[2], see `rounds.norms_of`; float32[devices, 2] for several processes, so
+    # that none waits for another. None without a residual.
+    residual_norms: jax.Array | None
 
 
 @functools.lru_cache(maxsize=32)
@@ -79,8 +81,11 @@ def programs(
       InvalidArgumentError: the codec cannot be used with the shardings.
     """
     jit: Callable[..., Any] = jax.jit
+    norms_of = rounds.norms_of
     if shardings is not None:
         jit, rule = shardings.jit, shardings.rule(rule)
+        if shardings.spans_processes:
+            norms_of = functools.partial(shardings.by_device, rounds.norms_of)
     inner = check.optimizer(inner, "inner")
     # Only a penalty reads the anchor at every step, so the state keeps a copy of it.
     # For contributions the worker keeps the last snapshot, which needs no copy.
@@ -118,7 +123,8 @@ def programs(
         return contribution, codec_state, numbers_of(state, params, anchor)
 
     def numbers_of(state: LocalState, params: PyTree, anchor: PyTree) -> MessageNumbers:
-        norms = rounds.residual_norms(rule, state, params, anchor)
+        pair = rounds.residual_and_contribution(rule, state, params, anchor)
+        norms = None if pair is None else norms_of(pair)
         return MessageNumbers(state.local_steps, norms)
 
     def reset(

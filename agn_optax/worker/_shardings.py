@@ -97,6 +97,16 @@ class ParamShardings:
 
         return call
 
+    def by_device(self, function: Callable[[PyTree], jax.Array], tree: PyTree) -> Any:
+        """Return a function's results for what each device has of a tree, stacked."""
+        return jax.shard_map(
+            lambda own: function(own)[None],
+            mesh=self.mesh,
+            in_specs=(self._specs_of(tree),),
+            out_specs=PartitionSpec(self.mesh.axis_names),
+            check_vma=False,
+        )(tree)
+
     def encodes_pieces(self, rule: Rule) -> bool:
         """Return whether each device's piece is encoded by itself, see `rule`."""
         return self.spans_processes and rule.codec.reads != "element"

@@ -44,7 +44,12 @@ def keys():
     return {"keys": len(distributed.global_state.client.key_value_dir_get("agn_optax"))}
 
 
+def has(group, key):
+    """Return whether the store has a key."""
+    return {"has": groups[group]._try_get(key) is not None}
+
+
 if __name__ == "__main__":
     children.serve_commands(
-        {"start": start, "gather": gather, "end": end, "keys": keys}
+        {"start": start, "gather": gather, "end": end, "keys": keys, "has": has}
     )

@@ -24,6 +24,8 @@ import agn_optax
 from agn_optax import Fragments, codecs, service
 
 RULE = agn_optax.rules.downpour()
+# Its programs compute with all elements of the residual, which no process may wait for.
+FEEDBACK = agn_optax.rules.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
 TIMEOUT = 4.0  # s, of a connection
 ADDRESSES = {}  # of the other centers
 TOKENS = {"anna": "the-token-of-anna", "bert": "the-token-of-bert"}
@@ -222,6 +224,12 @@ def one_process_exchanges_more_often(center, process):
 
 
 @mistake
+def one_process_exchanges_alone_with_a_residual(center, process):
+    with service.connect(ADDRESSES["feedback"], FEEDBACK, timeout=TIMEOUT) as own:
+        one_process_exchanges_more_often(own, process)
+
+
+@mistake
 def steps_differ(center, process):
     worker = worker_of(center)
     params, state = worker.start(arrays())
@@ -285,6 +293,12 @@ def one_process_fails_before_it_sends(center, process):
 
 
 @recovery
+def one_process_fails_with_a_residual(center, process):
+    with service.connect(ADDRESSES["feedback"], FEEDBACK, timeout=TIMEOUT) as own:
+        one_process_fails_before_it_sends(own, process)
+
+
+@recovery
 def one_process_fails_to_start(center, process):
     worker = worker_of(center)
     params = arrays()
@@ -318,7 +332,9 @@ def token_is_right(center, process):
 
 def main():
     coordinator, process, address = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    ADDRESSES.update(zip(("shards", "guarded", "strict"), sys.argv[4:], strict=True))
+    ADDRESSES.update(
+        zip(("shards", "guarded", "strict", "feedback"), sys.argv[4:], strict=True)
+    )
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, 2, process)
     with service.connect(address, RULE, timeout=TIMEOUT) as center:

@@ -924,6 +924,39 @@ def test_synchronous_round_of_two_workers_in_pieces_and_a_plain_one():
             assert server.center.version == number
 
 
+def test_exchange_that_one_process_begins_anew_is_repeated_by_all_and_counts_once():
+    """Its message is whole, and waits for the other messages of its round."""
+    with (
+        service.serve(DOWNPOUR, ZEROS, mode=Synchronous(), barrier=2) as server,
+        service.connect(server.address, DOWNPOUR) as plain,
+        Pod([server.address] * 2, DOWNPOUR, row_shares(ZEROS, 2), "two") as two,
+    ):
+        pieces.results(together([two.join, lambda: sessions.join(plain, "plain")]))
+        encoded, two.done = [two.encoded(ONES, share) for share in two.shares], 1
+        first, other = two.sessions
+        default = first.while_missing
+
+        def give_up(missing):
+            raise errors.CenterError("given up")
+
+        first.while_missing = give_up
+        attempts = [two.submissions(encoded, number) for number in range(3)]
+        with pytest.raises(errors.CenterError, match="given up"):
+            pieces.answer(first, attempts[0][0])
+        late = in_background(lambda: pieces.answer(other, attempts[0][1]), "late")
+        wait_until(lambda: "two" in server.center.core.ledger.pending)
+        with pytest.raises(errors.CenterError, match="given up"):
+            pieces.answer(first, attempts[1][0])
+        error = late.exception(LIMIT)
+        assert type(error) is errors.CenterError  # its message may be applied
+        assert "begun exchange 1 anew" in str(error)
+        first.while_missing = default
+        both = in_background(lambda: two.attempt(encoded, 2), "both")
+        alone = sessions.exchange(plain, ONES, worker="plain", anchor_version=0)
+        assert_all(pieces.results(both.result(LIMIT)), -2)
+        assert alone.version == server.center.version == 1
+
+
 def test_late_message_is_dropped_for_all_processes():
     mode = BoundedStaleness(versions=1)
     with (

@@ -23,6 +23,7 @@ from agn_optax.center import (
     Thresholds,
     Transfer,
 )
+from agn_optax.center._links import Links
 from agn_optax.service import ExpectedLink
 from agn_optax.service import center_pb2 as pb
 from agn_optax.worker._checks import ExchangeChecks
@@ -200,7 +201,8 @@ def test_direct_connection_that_falls_back_to_grpc_is_said(served, caplog):
     with service.connect(served.address, RULE) as center:
         loop = Loop(center)
         notice = loop.exchange_until_found("other_link", most=1)
-        assert "by 'grpc' over interface 'lo', and a direct connection (" in notice.text
+        assert "by 'grpc' over interface 'lo' at " in notice.text
+        assert " MB/s, and a direct connection (" in notice.text
         assert "refused" in notice.text
         loop.exchange()
         assert list(at_center(served)) == ["other_link"]
@@ -237,8 +239,20 @@ def test_other_interface_than_expected_is_said(transport, served):
             loop = Loop(center)
             loop.exchange()
             assert loop.found == found
-            said = f"over interface 'lo', and interface {wanted!r} was expected"
+            said = f" MB/s, and interface {wanted!r} was expected"
             assert all(said in notice.text for notice in loop.worker.notices)
+            assert all("interface 'lo' at " in n.text for n in loop.worker.notices)
+
+
+def test_interface_that_the_system_does_not_tell_is_said_if_one_is_expected():
+    checks = ExchangeChecks("anna", RULE, None)
+    transfer = Transfer("center:1", "socket", None, 10**6, 0.1)
+    checks.after_exchange([transfer])
+    assert checks.notices.current() == []
+    expected = ExpectedLink(interface="lo")
+    checks.after_exchange([transfer._replace(expected=expected)])
+    (notice,) = checks.notices.current()
+    assert "at 10 MB/s, and interface 'lo' (this system does not tell" in notice.text
 
 
 def test_shared_memory_uses_no_interface(served):
@@ -389,6 +403,17 @@ def test_notices_of_the_shards_of_a_center_reach_its_workers():
             params = optax.apply_updates(params, updates)
             params, state = worker.exchange(params, state)
         assert [n.check for n in worker.notices] == ["lost_messages"]
+
+
+@pytest.mark.parametrize(("threshold", "found"), [(4, True), (6, False), (None, False)])
+def test_threshold_of_slow_links_can_be_changed(threshold, found):
+    known = notices.Notices(Thresholds(slow_link=threshold))
+    links = Links(known)
+    for _ in range(10):
+        for worker, seconds in (("anna", 5.0), ("ben", 1.0), ("carl", 1.0)):
+            links.add(worker, "by 'socket'", 10**7, seconds)
+    said = [(notice.check, notice.worker) for notice in known.current()]
+    assert said == ([("slow_link", "anna")] if found else [])
 
 
 @pytest.mark.slow

@@ -345,6 +345,7 @@ MISTAKES = {
     "center_is_in_this_process": "and a center in this process do not go together",
     "codec_reads_the_whole_tree": "a codec that reads the whole tree do not go",
     "one_process_exchanges_more_often": "must make the same calls",
+    "one_process_exchanges_alone_with_a_residual": "must make the same calls",
     "steps_differ": "disagree about exchange 1: steps is",
     "weights_differ": "disagree about exchange 1: weight is",
     "exchange_is_traced": "not inside jax.jit",
@@ -364,17 +365,20 @@ def test_mistakes_are_errors_in_every_process_and_move_nothing():
         service.serve(rule, first) as server,
         service.serve(rule, first, security=service.Security(access=access)) as guarded,
         service.serve(rule, first, limits=strict_limits) as strict,
+        service.serve(sharded_mistakes.FEEDBACK, first) as feedback,
         service.serve(rule, half) as upper,
         service.serve(rule, half) as lower,
     ):
         shards = f"{upper.address},{lower.address}"
         addresses = [server.address, shards, guarded.address, strict.address]
+        addresses.append(feedback.address)
         program = [sharded_mistakes.__file__, coordinator]
         both = start([*program, str(i), *addresses] for i in range(2))
         results = results_of(both)
         recoveries = list(sharded_mistakes.RECOVERIES)
         assert guarded.center.version == recoveries.count("token_is_right") == 1
-        assert server.center.version == len(recoveries) - 1
+        assert feedback.center.version == 1
+        assert server.center.version == len(recoveries) - 2
         for other in (strict, upper, lower):
             assert other.center.version == 0
     for process, said in enumerate(results):

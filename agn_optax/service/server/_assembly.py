@@ -224,14 +224,11 @@ class Assembly:
 
         Raises:
           WorkerStateError: the other processes have gone on to a later exchange.
+          CenterError: they have begun the same one anew.
         """
         with self._changed:
             if key < self._key:
-                raise errors.WorkerStateError(
-                    f"process {process} of worker {self.worker!r} is at exchange "
-                    f"{key[0]}, and others at {self._key[0]}: all processes must make "
-                    "the same calls"
-                )
+                raise self._gone_on(key)
             if key > self._key:
                 self._key, self._about, self._whole = key, None, None
                 self._arriving, self._written, self._arrived = {}, set(), set()
@@ -345,10 +342,7 @@ class Assembly:
         with self._changed:
             self._changed.wait_for(lambda: self._is_whole(key), timeout)
             if self._key != key:
-                raise errors.WorkerStateError(
-                    f"the processes of worker {self.worker!r} have gone on from "
-                    f"exchange {sequence}"
-                )
+                raise self._gone_on(key)
             if self._failure is not None:
                 raise copy.copy(self._failure)
             if self._kept is not None:
@@ -366,6 +360,19 @@ class Assembly:
                 self._kept = self._kept or kept
                 return self._kept
         return kept
+
+    def _gone_on(self, key: Key) -> errors.CenterError:
+        """Return the error of a process that is not at the exchange of the others."""
+        sequence, others = key[0], self._key[0]
+        if sequence == others:  # its message may have been applied
+            return errors.CenterError(
+                f"the other processes of worker {self.worker!r} have begun exchange "
+                f"{sequence} anew; repeat it"
+            )
+        return errors.WorkerStateError(
+            f"a process of worker {self.worker!r} is at exchange {sequence}, and "
+            f"others at {others}: all processes must make the same calls"
+        )
 
     def _is_whole(self, key: Key) -> bool:
         """Return whether nobody waits for pieces of an exchange."""

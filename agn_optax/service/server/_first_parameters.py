@@ -42,7 +42,8 @@ class FirstParameters:
 
     def forget(self) -> None:
         """Release the pieces of a chief that has failed."""
-        self._whole = None
+        with self._changed:
+            self._whole = None
 
     def places(self, share: Share, schema: Schema) -> list[np.ndarray]:
         """Return the arrays into which a process's pieces are received.
