@@ -2,13 +2,17 @@
 
 `_keeper` records what happens to the center and decides what is written, `_writer` is
 the thread that writes the journal, `_directory` manages the files, and `_records` is
-their format. `_files` has the contents of the lock.
+their format. `_events` describes what happens, and `_replay` repeats it. `_files` has
+the contents of the lock, and `_stack` names the versions on which numbers depend.
 """
 
+from agn_optax.center.durability._events import Arrival, event_of
 from agn_optax.center.durability._keeper import Image, Journal, Keeper
 
 __all__ = [
+    "Arrival",
     "Image",
     "Journal",
     "Keeper",
+    "event_of",
 ]

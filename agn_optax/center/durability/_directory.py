@@ -3,11 +3,12 @@
     lock            how many records were on disk, and what holds for later ones
     snapshot-N      the center after its first N records: one record
     journal-N       records N, N + 1, ...: the changes that follow
+    chain-N         the same records without their arrays, in place of a journal
 
 The process that keeps its center in the directory holds the lock. A restarted center
 consists of the newest snapshot and the records that follow it. The journal may begin
 before the newest snapshot, if no journal could be created when the snapshot was
-written.
+written. `Files` reads a directory without the lock.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from agn_optax.center.durability._files import (
     read_lock,
     reading,
 )
-from agn_optax.center.durability._records import Record
+from agn_optax.center.durability._records import Record, Written
 
 if sys.platform != "win32":
     import fcntl
@@ -46,14 +47,102 @@ _log = logging.getLogger("agn_optax")
 _MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
 
 
-class Directory:
+class Segment(NamedTuple):
+    """A file of consecutive records."""
+
+    number: int  # of its first record
+    kind: Literal["journal", "chain"]
+    path: pathlib.Path
+
+
+class Files:
+    """The files of one center, to be read.
+
+    Args:
+      path: path of the directory.
+
+    Attributes:
+      path: path of the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+
+    def file(self, kind: str, number: int) -> pathlib.Path:
+        """Return the path of a snapshot or a segment."""
+        return self.path / f"{kind}-{number:012}"
+
+    def numbers(self, kind: str) -> list[int]:
+        """Return the numbers of all files of a kind, sorted."""
+        with disk_errors(f"cannot read {self.path}"):
+            names = [path.name for path in self.path.iterdir()]
+        matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
+        return sorted(int(match[1]) for match in matches if match)
+
+    def segments(self) -> list[Segment]:
+        """Return the files of records, sorted; a journal comes instead of its copy."""
+        found: dict[int, Segment] = {}
+        kinds: tuple[Literal["chain", "journal"], ...] = ("chain", "journal")
+        for kind in kinds:
+            for number in self.numbers(kind):
+                found[number] = Segment(number, kind, self.file(kind, number))
+        return [found[number] for number in sorted(found)]
+
+    def read_segment(
+        self,
+        segment: Segment,
+        *,
+        with_arrays: bool = True,
+        cut_off: Callable[[int], None] = lambda _: None,
+    ) -> Iterator[Record]:
+        """Yield the records of a segment.
+
+        Args:
+          segment: the segment.
+          with_arrays: whether the arrays of a journal are read and checked.
+          cut_off: see `read_all` of `_records`; a chain is never cut off.
+
+        Raises:
+          DurabilityError: the file is damaged, or another release wrote it.
+        """
+        is_chain = segment.kind == "chain"
+
+        def reject(size: int) -> None:
+            raise _records.DamagedError(f"its last {size} bytes are damaged")
+
+        with reading(segment.path) as file:
+            yield from _records.read_all(
+                file,
+                segment.number,
+                reject if is_chain else cut_off,
+                is_chain=is_chain,
+                with_arrays=with_arrays,
+            )
+
+    def read_snapshot(self, number: int) -> Record:
+        """Read a snapshot.
+
+        Raises:
+          DurabilityError: the snapshot cannot be read.
+        """
+        with reading(self.file("snapshot", number)) as file:
+            size = os.fstat(file).st_size
+            record = _records.read(file, 0, size)
+            if record is None or record.number != number or record.size != size:
+                raise _records.DamagedError(
+                    f"record {number} is damaged: the file has {size} bytes, which are "
+                    "not a complete snapshot"
+                )
+        return record
+
+
+class Directory(Files):
     """The files of one center, locked and written by this process.
 
     Args:
       path: path of the directory, which is created if necessary.
 
     Attributes:
-      path: path of the directory.
       lock: contents of the lock; None if there was no lock, or if it was empty.
 
     Raises:
@@ -61,7 +150,8 @@ class Directory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        path = self.path = pathlib.Path(path)
+        super().__init__(path)
+        path = self.path
         if sys.platform == "win32":
             raise errors.DurabilityError("a center on disk needs a POSIX system")
         with contextlib.ExitStack() as opened:
@@ -113,26 +203,7 @@ class Directory:
                     f"{RESTORE_BACKUP}"
                 )
             return None
-        with reading(self.file("snapshot", newest)) as file:
-            size = os.fstat(file).st_size
-            record = _records.read(file, 0, size)
-            if record is None or record.number != newest:
-                raise _records.DamagedError(
-                    f"record {newest} is damaged: the file has {size} bytes, which are "
-                    "not a complete snapshot"
-                )
-        return record
-
-    def file(self, kind: str, number: int) -> pathlib.Path:
-        """Return the path of a snapshot or a journal."""
-        return self.path / f"{kind}-{number:012}"
-
-    def numbers(self, kind: str) -> list[int]:
-        """Return the numbers of all snapshots or journals, sorted."""
-        with disk_errors(f"cannot read {self.path}"):
-            names = [path.name for path in self.path.iterdir()]
-        matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
-        return sorted(int(match[1]) for match in matches if match)
+        return self.read_snapshot(newest)
 
     def replay(self, snapshot: Record) -> Iterator[Record]:
         """Yield the records after a snapshot; check at the end that none is missing.
@@ -141,6 +212,7 @@ class Directory:
           DurabilityError: a record is missing that was on disk.
         """
         number, lock = snapshot.number, self.lock  # number of the next record
+        parent = snapshot.parent  # digest of the record before it
         end = f"{self.file('snapshot', number)} at byte {snapshot.size}"
         missing = ""  # description of a missing journal, or of a missing part
         starts = self.numbers("journal")
@@ -162,7 +234,8 @@ class Directory:
                     position += record.size
                     end = f"{path} at byte {position}"
                     if record.number == number:
-                        number += 1
+                        _records.check_parent(record, parent)
+                        number, parent = number + 1, record.digest
                         yield record
                 # A journal is on disk before the next one is begun.
                 if cut_off and start != starts[-1]:
@@ -229,17 +302,25 @@ class Directory:
         os.pwrite(self._lock_file, self.lock.to_bytes(), 0)
 
     def save(
-        self, number: int, about: dict[str, Any], arrays: Sequence[np.ndarray]
-    ) -> int:
-        """Write a snapshot atomically; return its size in bytes once it is on disk.
+        self,
+        number: int,
+        about: dict[str, Any],
+        arrays: Sequence[np.ndarray],
+        parent: bytes,
+    ) -> Written:
+        """Write a snapshot atomically; return once it is on disk.
 
         Raises:
           OSError: the snapshot could not be written.
         """
         self.check_paths()
-        path = self.file("snapshot", number)
+        written = _records.encode(number, about, [arrays], parent)
+        self._write_new(self.file("snapshot", number), written.pieces)
+        return written
+
+    def _write_new(self, path: pathlib.Path, pieces: Sequence[memoryview]) -> None:
+        """Write a file atomically, and return once it is on disk."""
         temporary = path.with_name(path.name + ".tmp")
-        pieces, size = _records.encode(number, about, arrays)
         try:
             with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 _records.write(file, pieces, 0)
@@ -249,7 +330,6 @@ class Directory:
             temporary.unlink(missing_ok=True)
             raise
         os.fsync(self._folder)
-        return size
 
     def begin_journal(self, number: int) -> tuple[int, int]:
         """Create a journal on disk; return its file descriptor and its reserved size.

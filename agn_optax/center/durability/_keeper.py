@@ -21,16 +21,16 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, description, keep_running, trees
+from agn_optax._internal import check, keep_running, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store, log_version
-from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory
 from agn_optax.center.durability._files import disk_errors
-from agn_optax.center.durability._records import Record
+from agn_optax.center.durability._records import GENESIS
+from agn_optax.center.durability._replay import apply_record, state_in
+from agn_optax.center.durability._stack import stack
 from agn_optax.center.durability._writer import Writer
-from agn_optax.round import steps as rounds
-from agn_optax.rules import Rule, difference, fingerprint
+from agn_optax.rules import Rule, fingerprint
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -133,6 +133,10 @@ class Keeper:
         self._writer: Writer | None = None
         self._closed = False
         self._number = 0  # number of records so far
+        self._digest = GENESIS  # of the last record before this process
+        self._began = 0.0  # time at which the center began, s
+        # What the next record says beside its event.
+        self._noted: dict[str, Any] = {"snapshots": []}
         self._written = 0  # number of records that the journal has written
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
         self._attempted = 0  # number of records before the last attempt at a snapshot
@@ -160,20 +164,21 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
-        if other := difference(snapshot.about["rule"], self._rule):
-            raise errors.RuleMismatchError(
-                f"{where} has another rule: {other}. Use the same optimizers and "
-                "settings, or another directory"
-            )
-        saved = _state(snapshot, self._rule, params, dtype, where)
+        saved = state_in(snapshot, self._rule, params, dtype, where)
         store = Store.restore(self._rule, saved, device, flatten=flatten)
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
-        self._number = snapshot.number
+        self._number, self._digest = snapshot.number, snapshot.parent
+        last, saved_as = snapshot, [snapshot.number, snapshot.digest.hex()]
+        self._noted["snapshots"] = [saved_as]
         for record in self._directory.replay(snapshot):
-            self._number = record.number + 1
-            _apply_record(record, store)
+            self._number, self._digest = record.number + 1, record.digest
+            apply_record(record, store)
             states.append(record.about["ledger"])
+            last = record
+            if saved_as in record.about.get("snapshots", ()):
+                self._noted["snapshots"] = []
+        self._began = now - last.about["time"]
         version = ledger.version = store.current.number
         reason = self._directory.new_id_reason
         for state in states:
@@ -204,12 +209,17 @@ class Keeper:
             # The guarantee in the lock holds if the process is killed in between.
             with disk_errors(f"cannot write to {self._directory.path}"):
                 if not self.restore_message:  # there was no center
+                    self._began = time.monotonic()
                     self._directory.write_lock("new", number)
                 if self._saved != (number, self.center_id):
-                    self._save(number, image())
+                    self._save(number, image(), self._digest)
                 self._written = number
                 self._writer = Writer(
-                    self._directory, number, self._set_written, self._fail
+                    self._directory,
+                    number,
+                    self._digest,
+                    self._set_written,
+                    self._fail,
                 )
                 self._directory.write_lock("journal", number)
                 self._directory.remove_old(number)
@@ -217,27 +227,27 @@ class Keeper:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next call may have other parameters
+            self._noted["snapshots"] = []
             raise
         self._attempted = number
+        about = {"center_id": self.center_id, "stack": stack(), "began": time.time()}
+        self._noted["process"] = about
         self._saver = keep_running(self._save_when_due, "agn-optax snapshots")
 
     def record(
         self,
+        kind: str,
+        about: dict[str, Any],
         ledger: dict[str, Any],
-        submissions: Sequence[Submission] = (),
-        staleness: Sequence[int] = (),
-        weights: Sequence[float] | None = None,
-        workers: int = 1,
+        contents: Sequence[PyTree | None] = (),
     ) -> int:
-        """Record a change of the center.
+        """Record an event of the center.
 
         Args:
+          kind: kind of the event.
+          about: its description, whose numbers may be arrays.
           ledger: the ledger's state of the workers that are concerned.
-          submissions: messages that were applied together; empty if only the ledger
-            changed.
-          staleness: staleness of each message.
-          weights: weights of the messages of a round; None if this is no round.
-          workers: number of registered workers.
+          contents: the contribution of each message; None for one that is not kept.
 
         Returns:
           The record number to wait for, see `is_kept`.
@@ -245,18 +255,21 @@ class Keeper:
         if self._writer is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
-        about = {
-            "ledger": ledger,
-            "messages": [plain(submission) for submission in submissions],
-            "decoded": [
-                isinstance(s.contribution, rounds.Decoded) for s in submissions
-            ],
-            "staleness": staleness,
-            "weights": weights,
-            "workers": workers,
-        }
-        self._writer.append(about, [s.contribution for s in submissions])
+        noted = {name: value for name, value in self._noted.items() if value}
+        self._noted = {"snapshots": []}
+        now = self.seconds(time.monotonic())
+        head = {"kind": kind, "time": now}
+        self._writer.append({**head, **about, **noted, "ledger": ledger}, contents)
         return self.recorded
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if contributions are kept that did not move the center, too."""
+        return False
+
+    def seconds(self, at: float) -> float:
+        """Return the seconds from the center's beginning to a time of its clock."""
+        return round(at - self._began, 6)
 
     @property
     def recorded(self) -> int:
@@ -299,13 +312,14 @@ class Keeper:
                 number, image = self._number, self._image()
             if not self.failure:
                 if self._saved != (number, self.center_id):
-                    self._save(number, image)
+                    assert self._writer is not None
+                    self._save(number, image, self._writer.digest)
                 self._directory.write_lock("closed", number)
                 self._directory.remove_old(number + 1)
         except OSError as error:
             self._fail(error)
 
-    def _set_written(self, number: int) -> None:
+    def _set_written(self, number: int, digest: bytes) -> None:
         with self._changed:
             self._written = number
             self._changed.notify_all()
@@ -347,7 +361,7 @@ class Keeper:
                 image = self._image()
                 self._changed.wait_for(lambda: not writer.is_switching or self.failure)
                 begin = writer.begin
-            self._save(number, image)
+            self._save(number, image, writer.before)
             self._directory.remove_old(begin)
         except Exception as error:
             self._snapshot_error = (
@@ -357,13 +371,15 @@ class Keeper:
             self._failed_snapshots += 1
             _log.error("%s", self._snapshot_error)
 
-    def _save(self, number: int, image: Image) -> None:
-        """Write a snapshot of a state."""
+    def _save(self, number: int, image: Image, parent: bytes) -> None:
+        """Write a snapshot of a state, after the record with digest ``parent``."""
         copied, ledger, chief = image
         state = copied()
         described = trees.describe(state.params)
         about = {
             "version": int(state.version),
+            "time": self.seconds(time.monotonic()),
+            "stack": stack(),
             "center_id": self.center_id,
             "rule": dict(fingerprint(self._rule)),
             "params": described.leaves,
@@ -373,68 +389,12 @@ class Keeper:
         }
         leaves = jax.tree.leaves((state.params, state.center_state))
         arrays = [np.asarray(leaf) for leaf in leaves]
-        self._saved_size = self._directory.save(number, about, arrays)
+        written = self._directory.save(number, about, arrays, parent)
+        with self._changed:
+            self._noted["snapshots"].append([number, written.digest.hex()])
+        self._saved_size = written.size
         self._saved = number, self.center_id
         # Cleared before the new version can be seen.
         self._snapshot_error, self._failed_snapshots = "", 0
         self.saved_version = int(state.version)
         log_version(f"a snapshot is in {self._directory.path},", lambda: state)
-
-
-def _apply_record(record: Record, store: Store) -> None:
-    """Apply the messages of a record as they were applied before."""
-    about = record.about
-    if messages := about["messages"]:
-        like = [
-            rounds.Decoded(store.like) if is_decoded else store.contribution_like
-            # Records of earlier releases do not say it.
-            for is_decoded in about.get("decoded", [False] * len(messages))
-        ]
-        contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
-        submissions = [
-            Submission(contribution=store.place(contribution), **fields)
-            for contribution, fields in zip(contributions, messages, strict=True)
-        ]
-        store.apply(submissions, about["staleness"], about["weights"], about["workers"])
-
-
-def _state(
-    snapshot: Record, rule: Rule, params: PyTree, dtype: Any, where: str
-) -> CenterState:
-    """Check a snapshot against rule and parameters; return its center state."""
-    about = snapshot.about
-    described = description.Description(
-        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
-        about["containers"],
-    )
-    count = len(described.leaves)
-    for array in snapshot.arrays:
-        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-            raise errors.DurabilityError(
-                f"{where} has {array.dtype} arrays, which need "
-                "jax.config.update('jax_enable_x64', True) here"
-            )
-    if params is not None:
-        check.float_leaves(params, "params")
-    elif described.structure is None:
-        raise errors.DurabilityError(
-            f"{where} has parameters in containers other than dicts, lists and tuples; "
-            "give the center parameters in the same containers, with any values"
-        )
-    else:
-        params = description.rebuild(described.structure, iter(snapshot.arrays))
-    wanted = trees.describe(params, dtype)
-    if words := described.difference(wanted, "it has", "the parameters have"):
-        raise errors.TreeMismatchError(f"{where} has another model: {words}")
-    treedef = jax.tree.structure(params)
-    restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
-    state = rounds.center_state_like(rule, restored)
-    rest = snapshot.arrays[count:]
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
-    if shapes != [array.shape for array in rest]:
-        raise errors.RuleMismatchError(
-            f"{where} has another rule: its center optimizer has another state. "
-            "Use the same optimizer, or another directory"
-        )
-    center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
-    return CenterState(restored, center_state, about["version"])
