@@ -31,6 +31,7 @@ from agn_optax.rules._declared import widest as widest
 from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
 from agn_optax.rules._fingerprint import difference as difference
 from agn_optax.rules._fingerprint import fingerprint as fingerprint
+from agn_optax.rules._fingerprint import workers_difference as workers_difference
 from agn_optax.rules._named import CENTER_OPTIMIZERS as CENTER_OPTIMIZERS
 from agn_optax.rules._named import CODECS as CODECS
 from agn_optax.rules._named import COMBINE_METHODS as COMBINE_METHODS

@@ -102,13 +102,12 @@ class Event:
         return contribution_in(self._history.record(self.number), index, store)
 
 
-def event_of(record: Record, history: History, before: int) -> Event:
+def event_of(record: Record, history: History) -> Event:
     """Return a record as an event.
 
     Args:
       record: the record.
       history: its history, which has the contributions.
-      before: version before the event.
     """
     about = record.about
     messages = tuple(
@@ -117,13 +116,12 @@ def event_of(record: Record, history: History, before: int) -> Event:
             about.get("messages", ()), record.contents, strict=True
         )
     )
-    applied = any(each.outcome == "applied" for each in messages)
     return Event(
         record.number,
         about["kind"],
         about["time"],
-        before + applied,
-        tuple(about["ledger"]["members"]),
+        about["version"],
+        tuple(about["workers"]),
         messages,
         about.get("registered", 0),
         record.digest.hex(),
@@ -133,8 +131,8 @@ def event_of(record: Record, history: History, before: int) -> Event:
 
 
 def _message(about: Mapping[str, Any], content: Any, is_kept: bool) -> Message:
-    fields = {name: about.get(name) for name in Message._fields}
-    return Message(**fields)._replace(
-        hash="" if content is None else content.digest.hex(),
-        is_kept=content is not None and is_kept,
-    )
+    own: dict[str, Any] = {
+        "hash": "" if content is None else content.digest.hex(),
+        "is_kept": content is not None and is_kept,
+    }
+    return Message(**own, **{n: about[n] for n in Message._fields if n not in own})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from agn_optax import errors
-from agn_optax.center import Asynchronous, Ledger, Limits, Origin, write_center
+from agn_optax.center import Asynchronous, Ledger, Limits, Origin, write_fork
 from agn_optax.rules import Rule
 from agn_optax.tape._tape import Tape
 
@@ -96,5 +96,5 @@ def fork(
         ledger.restore(saved, time.monotonic(), is_new_id=True)
     parent = (found.number - 1, found.digest.hex()) if found.number else None
     origin = Origin(found.number, found.digest, found.time)
-    center_id = write_center(path, rule, state, ledger.state_to_save(), origin)
+    center_id = write_fork(path, rule, state, ledger.state_to_save(), origin)
     return Fork(path, center_id, found.version, parent)

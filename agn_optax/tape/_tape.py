@@ -113,14 +113,8 @@ class Tape:
         return self._events(begin, with_arrays=False)
 
     def _events(self, begin: int, *, with_arrays: bool) -> Iterator[Event]:
-        version = 0
-        for number, snapshot in self._snapshots.items():
-            if number <= begin:
-                version = snapshot.about["version"]
         for record in self._history.records(begin, with_arrays=with_arrays):
-            event = event_of(record, self._history, version)
-            version = event.version
-            yield event
+            yield event_of(record, self._history)
 
     def check(self, progress: Callable[[int], None] | None = None) -> Checked:
         """Check the chain, the hashes of the contributions, and the snapshots.
@@ -210,9 +204,8 @@ class Tape:
                 f"give a version or seconds, not both, got {version} and {seconds}"
             )
         first = self._snapshots[self.snapshots[0].number]
-        found = Found(
-            first.number, first.about["version"], first.about["time"], first.parent
-        )
+        time = first.about["time"] if first.number else 0.0
+        found = Found(first.number, first.about["version"], time, first.parent)
         oldest = found.version
         for event in self.events(first.number):
             is_later = version is not None and event.version > version

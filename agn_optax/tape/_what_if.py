@@ -21,16 +21,12 @@ from agn_optax.center import (
     Store,
     Submission,
 )
-from agn_optax.rules import Rule, difference
+from agn_optax.rules import Rule, difference, workers_difference
 from agn_optax.tape._evaluate import Measured, measure
 from agn_optax.tape._events import Event, Message
 from agn_optax.tape._tape import Tape
 
 PyTree = Any
-
-# The parts of a rule that run at workers; the others may differ at another center.
-_OF_WORKERS = ("contribution", "encoding", "adopt", "penalty", "adopts", "codec")
-_OF_WORKERS += ("needs_params", "needs_anchor")
 
 
 class Parted(NamedTuple):
@@ -165,10 +161,7 @@ def check_rules(tape: Tape, rule: Rule) -> None:
     Raises:
       RuleMismatchError: the rule differs in what workers do.
     """
-    own = {
-        name: tape.fingerprint[name] for name in _OF_WORKERS if name in tape.fingerprint
-    }
-    if other := difference(own, rule):
+    if other := workers_difference(tape.fingerprint, rule):
         raise errors.RuleMismatchError(
             f"the workers of {tape.path} had a rule that differs from {rule.name!r} in "
             f"what workers do: {other}. A what-if may change only the center: its "
@@ -348,8 +341,8 @@ class _Run:
             weights = batch.weights and [batch.weights[i] for i in indices]
             store.apply(submissions, staleness, weights, batch.workers)
             if self.parted is None:
-                version = store.current
-                self._own_hashes[version.number] = trees.digest(store.tree(version))
+                digest = trees.digest(store.tree(store.current))
+                self._own_hashes[store.current.number] = digest
         self._ledger.settle(batch, now)
         for i, entry in enumerate(batch.entries):
             worker, (message, recorded, _) = entry.worker, sent[i]

@@ -119,15 +119,19 @@ class Files:
                 with_arrays=with_arrays,
             )
 
-    def read_snapshot(self, number: int) -> Record:
+    def read_snapshot(self, number: int, *, with_arrays: bool = True) -> Record:
         """Read a snapshot.
+
+        Args:
+          number: number of the snapshot.
+          with_arrays: whether its arrays are read and checked.
 
         Raises:
           DurabilityError: the snapshot cannot be read.
         """
         with reading(self.file("snapshot", number)) as file:
             size = os.fstat(file).st_size
-            record = _records.read(file, 0, size)
+            record = _records.read(file, 0, size, with_arrays=with_arrays)
             if record is None or record.number != number or record.size != size:
                 raise _records.DamagedError(
                     f"record {number} is damaged: the file has {size} bytes, which are "

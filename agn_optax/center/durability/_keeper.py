@@ -17,20 +17,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import jax
-import numpy as np
-
 from agn_optax import errors
-from agn_optax._internal import check, keep_running, trees
+from agn_optax._internal import check, keep_running
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store, log_version
 from agn_optax.center.durability._directory import Directory
 from agn_optax.center.durability._files import disk_errors
 from agn_optax.center.durability._records import GENESIS
-from agn_optax.center.durability._replay import apply_record, state_in
+from agn_optax.center.durability._replay import (
+    apply_record,
+    is_fork,
+    snapshot_of,
+    state_in,
+)
 from agn_optax.center.durability._stack import stack
 from agn_optax.center.durability._writer import Writer
-from agn_optax.rules import Rule, fingerprint
+from agn_optax.rules import Rule, difference
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -133,6 +135,8 @@ class Keeper:
         self._writer: Writer | None = None
         self._closed = False
         self._number = 0  # number of records so far
+        # For a fork: number and digest of the last record that its parent has, too.
+        self._parent: list[Any] | None = None
         self._digest = GENESIS  # of the last record before this process
         self._began = 0.0  # time at which the center began, s
         # What the next record says beside its event.
@@ -169,6 +173,7 @@ class Keeper:
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
         self._number, self._digest = snapshot.number, snapshot.parent
+        self._parent = snapshot.about.get("parent")
         last, saved_as = snapshot, [snapshot.number, snapshot.digest.hex()]
         self._noted["snapshots"] = [saved_as]
         for record in self._directory.replay(snapshot):
@@ -193,7 +198,13 @@ class Keeper:
             self.restore_message = f"{where} continues at version {version}"
             self.center_id = snapshot.about["center_id"]
             self.chief = snapshot.about["chief"]
-            if self._number == snapshot.number:
+            if difference(snapshot.about["rule"], self._rule):
+                self.restore_message += (
+                    ", with another rule: the center optimizer begins with a new state"
+                )
+                _log.info("%s", self.restore_message)
+            # The snapshot of a fork allows another rule, so it is replaced at once.
+            if self._number == snapshot.number and not is_fork(snapshot):
                 self._saved = self._number, self.center_id
         self._saved_size = snapshot.size
         return store
@@ -375,20 +386,15 @@ class Keeper:
         """Write a snapshot of a state, after the record with digest ``parent``."""
         copied, ledger, chief = image
         state = copied()
-        described = trees.describe(state.params)
-        about = {
-            "version": int(state.version),
-            "time": self.seconds(time.monotonic()),
-            "stack": stack(),
-            "center_id": self.center_id,
-            "rule": dict(fingerprint(self._rule)),
-            "params": described.leaves,
-            "containers": described.structure,
-            "ledger": ledger,
-            "chief": chief,
-        }
-        leaves = jax.tree.leaves((state.params, state.center_state))
-        arrays = [np.asarray(leaf) for leaf in leaves]
+        about, arrays = snapshot_of(
+            state,
+            self._rule,
+            center_id=self.center_id,
+            time=self.seconds(time.monotonic()),
+            ledger=ledger,
+            chief=chief,
+            parent=self._parent,
+        )
         written = self._directory.save(number, about, arrays, parent)
         with self._changed:
             self._noted["snapshots"].append([number, written.digest.hex()])

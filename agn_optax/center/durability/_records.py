@@ -229,20 +229,41 @@ def read_all(
         record does not name the one before.
       FormatError: another release wrote the file.
     """
-    end, position = os.fstat(file).st_size, 0
+    position, parent = 0, None
     how = {"is_chain": is_chain, "with_arrays": with_arrays}
-    parent = None
-    while (record := read(file, position, end, **how)) is not None:
-        if record.number != number:
+    while True:
+        end = os.fstat(file).st_size
+        while (record := read(file, position, end, **how)) is not None:
+            if record.number != number:
+                raise DamagedError(
+                    f"record {number} is missing at byte {position}, which has record "
+                    f"{record.number}"
+                )
+            check_parent(record, parent)
+            yield record
+            parent = record.digest
+            number += 1
+            position += record.size
+        left, later = _search(file, position, end)
+        if later is None:
+            break
+        # A center may have written the record since it was looked for.
+        if read(file, position, end, **how) is None:
             raise DamagedError(
-                f"record {number} is missing at byte {position}, which has record "
-                f"{record.number}"
+                f"record {number} at byte {position} is damaged, but record {later} "
+                "after it is complete"
             )
-        check_parent(record, parent)
-        yield record
-        parent = record.digest
-        number += 1
-        position += record.size
+    if left:
+        cut_off(left)
+
+
+def _search(file: int, position: int, end: int) -> tuple[int, int | None]:
+    """Look for records after a position where none can be read.
+
+    Returns:
+      The number of bytes that were written after the position; and the number of a
+      later, complete record that says that the position was on disk, or None.
+    """
     left = 0
     for start in range(position, end, _SEARCHED):
         block = os.pread(file, _SEARCHED, start)
@@ -256,12 +277,8 @@ def read_all(
                 continue
             later = read(file, start + at, end)
             if later is not None:
-                raise DamagedError(
-                    f"record {number} at byte {position} is damaged, but record "
-                    f"{later.number} after it is complete"
-                )
-    if left:
-        cut_off(left)
+                return left, later.number
+    return left, None
 
 
 def check_parent(record: Record, parent: bytes | None) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, description, trees
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain_fields
 from agn_optax.center.durability._records import Record
+from agn_optax.center.durability._stack import stack
 from agn_optax.round import steps as rounds
-from agn_optax.rules import Rule, difference
+from agn_optax.rules import Rule, difference, fingerprint, workers_difference
 
 PyTree = Any
 
@@ -24,7 +26,8 @@ def state_in(
 
     Args:
       snapshot: the snapshot.
-      rule: the rule, which must be that of the snapshot.
+      rule: the rule, which must be that of the snapshot. The rule of a fork may be
+        another one at the center, whose optimizer then has a new state.
       params: parameters with the containers to use, and of the same model; None for
         those of the snapshot.
       dtype: expected dtype of the center; None accepts any.
@@ -36,7 +39,9 @@ def state_in(
       DurabilityError: the snapshot cannot be restored here.
     """
     about = snapshot.about
-    if other := difference(about["rule"], rule):
+    other = difference(about["rule"], rule)
+    is_allowed = is_fork(snapshot) and workers_difference(about["rule"], rule) is None
+    if other and not is_allowed:
         raise errors.RuleMismatchError(
             f"{where} has another rule: {other}. Use the same optimizers and "
             "settings, or another directory"
@@ -66,6 +71,9 @@ def state_in(
         raise errors.TreeMismatchError(f"{where} has another model: {words}")
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
+    if other:
+        state = rounds.init_center_state(rule, trees.copy(restored))
+        return CenterState(restored, state, about["version"])
     state = rounds.center_state_like(rule, restored)
     rest = snapshot.arrays[count:]
     shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
@@ -76,6 +84,54 @@ def state_in(
         )
     center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
     return CenterState(restored, center_state, about["version"])
+
+
+def snapshot_of(
+    state: CenterState, rule: Rule, **about: Any
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the description and the arrays of a snapshot, for `state_in`.
+
+    Args:
+      state: the center's state.
+      rule: the center's rule.
+      **about: further fields of the description.
+    """
+    described = trees.describe(state.params)
+    described_as = {
+        "version": int(state.version),
+        "stack": stack(),
+        "rule": dict(fingerprint(rule)),
+        "params": described.leaves,
+        "containers": described.structure,
+    }
+    leaves = jax.tree.leaves((state.params, state.center_state))
+    return {**described_as, **about}, [np.asarray(leaf) for leaf in leaves]
+
+
+def is_fork(snapshot: Record) -> bool:
+    """Return whether a snapshot is that of a fork which no process has continued."""
+    return bool(snapshot.about.get("is_fork"))
+
+
+def contribution_in(record: Record, index: int, store: Store) -> PyTree:
+    """Return the contribution of a message, placed where a store takes it.
+
+    Args:
+      record: the record.
+      index: index of the message.
+      store: a store of the same model.
+
+    Raises:
+      DurabilityError: the contribution was not kept.
+    """
+    content = record.contents[index]
+    if content is None or content.arrays is None:
+        raise errors.DurabilityError(
+            f"the contributions of record {record.number} were not kept"
+        )
+    is_decoded = record.about["messages"][index]["decoded"]
+    like = rounds.Decoded(store.like) if is_decoded else store.contribution_like
+    return store.place(jax.tree.unflatten(jax.tree.structure(like), content.arrays))
 
 
 def apply_record(record: Record, store: Store) -> None:
@@ -90,22 +146,13 @@ def apply_record(record: Record, store: Store) -> None:
     if not applied:
         return
     fields = [name for name in plain_fields(Submission) if name in messages[0]]
-    submissions = []
-    for i in applied:
-        content, message = record.contents[i], messages[i]
-        if content is None or content.arrays is None:
-            raise errors.DurabilityError(
-                f"the contributions of record {record.number} were not kept"
-            )
-        is_decoded = message["decoded"]
-        like = rounds.Decoded(store.like) if is_decoded else store.contribution_like
-        contribution = jax.tree.unflatten(jax.tree.structure(like), content.arrays)
-        submissions.append(
-            Submission(
-                contribution=store.place(contribution),
-                **{name: message[name] for name in fields},
-            )
+    submissions = [
+        Submission(
+            contribution=contribution_in(record, i, store),
+            **{name: messages[i][name] for name in fields},
         )
+        for i in applied
+    ]
     factors = [messages[i]["factor"] for i in applied]
     store.apply(
         submissions,
