@@ -36,6 +36,7 @@ from agn_optax.rules._named import CENTER_OPTIMIZERS as CENTER_OPTIMIZERS
 from agn_optax.rules._named import CODECS as CODECS
 from agn_optax.rules._named import COMBINE_METHODS as COMBINE_METHODS
 from agn_optax.rules._named import DOWNLINK_DTYPES as DOWNLINK_DTYPES
+from agn_optax.rules._named import OPTIMIZER_SETTINGS as OPTIMIZER_SETTINGS
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
 from agn_optax.rules._named import rule_from_settings as rule_from_settings

@@ -67,7 +67,7 @@ _UPPER_BOUNDS = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
     **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
 }
-_OPTIMIZER_SETTINGS = (*_UPPER_BOUNDS, "nesterov", "delay", "messages")
+OPTIMIZER_SETTINGS = (*_UPPER_BOUNDS, "nesterov", "delay", "messages")
 
 
 def rule_from_settings(
@@ -182,7 +182,7 @@ def settings_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {
         name: parameter
         for name, parameter in inspect.signature(factory).parameters.items()
-        if name in (*_OPTIMIZER_SETTINGS, "moving_rate", "rho", "record_dtype")
+        if name in (*OPTIMIZER_SETTINGS, "moving_rate", "rho", "record_dtype")
     }
 
 

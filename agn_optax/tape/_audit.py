@@ -23,7 +23,7 @@ class WorkerAudit(NamedTuple):
     """What a worker did, as the tape has it."""
 
     worker: str
-    sessions: int  # times that it joined with a new session
+    sessions: int
     exchanges: int  # applied messages
     dropped: int
     rejected: int
@@ -128,14 +128,10 @@ def _of_worker(name: str, events: list[Event], moves: dict[int, float]) -> Worke
         for event, message in mine
         if message.outcome == "applied" and event.number in moves
     ]
-    joined = {
-        event.session_ids[name]
-        for event in events
-        if event.kind == "join" and name in event.workers
-    }
+    sessions = {event.session_ids[name] for event in events if name in event.workers}
     return WorkerAudit(
         name,
-        len(joined),
+        len(sessions),
         len(applied),
         outcomes.count("dropped"),
         outcomes.count("rejected"),
