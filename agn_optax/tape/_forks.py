@@ -22,7 +22,7 @@ class Fork(NamedTuple):
     path: pathlib.Path
     center_id: str  # new, so workers of the recorded center start again
     version: int
-    parent: tuple[int, str] | None  # as `Tape.parent`
+    parent: tuple[int, str]  # as `Tape.parent`
 
 
 def check_new(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -94,7 +94,7 @@ def fork(
     ledger = Ledger(Asynchronous(), limits=Limits(max_workers=None), barrier=0)
     for saved in tape.ledgers(found.number):
         ledger.restore(saved, time.monotonic(), is_new_id=True)
-    parent = (found.number - 1, found.digest.hex()) if found.number else None
     origin = Origin(found.number, found.digest, found.time)
     center_id = write_fork(path, rule, state, ledger.state_to_save(), origin)
+    parent = found.number, found.digest.hex()
     return Fork(path, center_id, found.version, parent)

@@ -69,8 +69,8 @@ class Tape:
         those since its newest snapshot.
       snapshots: the saved versions, sorted.
       center_id: the id of the center.
-      parent: the last record that a fork has in common with its parent, as its number
-        and its digest in hex; None if this is no fork.
+      parent: for a fork, the number of records that its parent has, too, and the digest
+        of the last one in hex (the parent's center id if there are none); else None.
       fingerprint: the fingerprint of the center's rule.
     """
 

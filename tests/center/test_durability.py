@@ -287,7 +287,7 @@ def changed(path, rng):
 
 def end_of_records(center):
     """Return the bytes of a center's journal that are records on disk."""
-    return center.core.keeper._writer._end
+    return center.core.keeper._writer.end
 
 
 def directory_of(center):

@@ -323,7 +323,7 @@ def _read_pem(data):
 
 
 def _records_of(count):
-    pieces, on_disk, parent = [], 0, _records.GENESIS
+    pieces, on_disk, parent = [], 0, bytes(16)
     for number in range(count):
         about = {"ledger": {"w": number}, "registered": 1, "messages": []}
         contents = [[TREE["a"] + number]]
@@ -335,7 +335,8 @@ def _records_of(count):
 
 _COUNT = 4
 _JOURNAL = _records_of(_COUNT)
-_SNAPSHOT = b"".join(_records.encode(0, {"version": 0}, [[TREE["a"]]]).pieces)
+_SNAPSHOT_RECORD = _records.encode(0, {"version": 0}, [[TREE["a"]]], bytes(16))
+_SNAPSHOT = b"".join(_SNAPSHOT_RECORD.pieces)
 
 
 def _check_record(record):

@@ -221,6 +221,8 @@ class Directory(Files):
         missing = ""  # description of a missing journal, or of a missing part
         starts = self.numbers("journal")
         earlier = [start for start in starts if start <= number]
+        if lock is not None and lock == ("closed", number):
+            earlier = []  # all records of earlier journals are in the snapshot
         starts = earlier[-1:] + [start for start in starts if start > number]
         if lock is not None and lock.kind == "journal" and not earlier:
             missing = f"{self.file('journal', number)} is missing"
@@ -319,15 +321,17 @@ class Directory(Files):
         """
         self.check_paths()
         written = _records.encode(number, about, [arrays], parent)
-        self._write_new(self.file("snapshot", number), written.pieces)
+        with self._new_file(self.file("snapshot", number)) as file:
+            _records.write(file, written.pieces, 0)
         return written
 
-    def _write_new(self, path: pathlib.Path, pieces: Sequence[memoryview]) -> None:
-        """Write a file atomically, and return once it is on disk."""
+    @contextlib.contextmanager
+    def _new_file(self, path: pathlib.Path) -> Iterator[int]:
+        """Write a file atomically; it is on disk at the end of the context."""
         temporary = path.with_name(path.name + ".tmp")
         try:
             with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-                _records.write(file, pieces, 0)
+                yield file
                 os.fsync(file)
             temporary.rename(path)
         except BaseException:
@@ -361,6 +365,56 @@ class Directory(Files):
                 self.file("journal", number).unlink()
         for number in self.numbers("snapshot")[:-1]:
             self.file("snapshot", number).unlink()
+
+    def trim(self, journal: int, size: int) -> None:
+        """Free the reserved space of a journal that gets no more records."""
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self.file("journal", journal), size)
+
+    def drop_contributions(self, journals: int, limit: int) -> None:
+        """Drop the contributions of the oldest journals until the rest fits.
+
+        Snapshots of these journals are removed, but for the newest one.
+
+        Args:
+          journals: number of a record; only journals that begin before it are complete.
+          limit: bytes that journals and snapshots may have.
+
+        Raises:
+          DurabilityError: a journal is damaged.
+          OSError: a file could not be written.
+        """
+        self.check_paths()
+        while True:
+            kept = [s for s in self.segments() if s.kind == "journal"]
+            first = kept[0].number if kept else journals
+            for number in self.numbers("snapshot")[:-1]:
+                if number < first:
+                    self.file("snapshot", number).unlink()
+            if first >= journals or self._size() <= limit:
+                return
+            self._drop_arrays(kept[0])
+
+    def _size(self) -> int:
+        """Return the size of all journals and snapshots, in bytes."""
+        paths = (
+            self.file(kind, number)
+            for kind in ("journal", "snapshot")
+            for number in self.numbers(kind)
+        )
+        return sum(path.stat().st_size for path in paths)
+
+    def _drop_arrays(self, journal: Segment) -> None:
+        """Replace a journal by a chain, which has its records without arrays."""
+        records = self.read_segment(journal, with_arrays=False)
+        with (
+            self._new_file(self.file("chain", journal.number)) as file,
+            open(file, "wb", closefd=False) as buffered,
+        ):
+            for record in records:
+                buffered.write(record.head_and_about)
+            buffered.flush()
+        journal.path.unlink()
 
 
 def reserve(file: int, size: int, needed: int) -> int:

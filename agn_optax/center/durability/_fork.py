@@ -17,7 +17,7 @@ class Origin(NamedTuple):
     """Where a fork begins: after a record of its parent."""
 
     number: int  # number of the parent's records up to it
-    digest: bytes  # of the last of them
+    digest: bytes  # of the last of them; the parent's center id if there are none
     time: float  # s, since the parent began
 
 
@@ -49,10 +49,11 @@ def write_fork(
         rule,
         center_id=center_id,
         time=origin.time,
+        keep=None,
         ledger=ledger,
         chief=None,
         is_fork=True,
-        parent=[origin.number - 1, origin.digest.hex()],
+        parent=[origin.number, origin.digest.hex()],
     )
     directory = Directory(path)
     try:

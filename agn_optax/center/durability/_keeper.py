@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 from agn_optax import errors
 from agn_optax._internal import check, keep_running
@@ -23,7 +23,6 @@ from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store, log_version
 from agn_optax.center.durability._directory import Directory
 from agn_optax.center.durability._files import disk_errors
-from agn_optax.center.durability._records import GENESIS
 from agn_optax.center.durability._replay import (
     apply_record,
     is_fork,
@@ -57,6 +56,12 @@ class Journal:
         the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 records of exchanges, joins and leaves, so that a start takes
         seconds.
+      keep: records to keep after a snapshot has replaced them, as a tape of the run:
+        "contributions" keeps all records and snapshots, and also records the
+        contributions of dropped and rejected messages; "hashes" keeps the records
+        without their contributions, and only the newest snapshot. None keeps nothing.
+      limit: bytes of journals and snapshots beyond which "contributions" drops the
+        contributions and the snapshots of the oldest journals. None for no limit.
 
     If the disk is full or fails, or if the directory is moved, the center closes and
     answers no further exchange.
@@ -81,12 +86,24 @@ class Journal:
 
     directory: str | os.PathLike[str]
     size: int | None = None
+    keep: Literal["contributions", "hashes"] | None = None
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         path = self.directory
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise errors.InvalidTypeError(f"directory must be a path, got {path!r}")
         check.whole_number(self.size, "size", least=1)
+        if self.keep not in (None, "contributions", "hashes"):
+            raise errors.InvalidArgumentError(
+                f"keep must be 'contributions', 'hashes' or None, got {self.keep!r}"
+            )
+        check.whole_number(self.limit, "limit", least=1)
+        if self.limit is not None and self.keep != "contributions":
+            raise errors.InvalidArgumentError(
+                "limit needs keep='contributions': otherwise no contributions are kept "
+                f"beyond a snapshot, got keep={self.keep!r}"
+            )
 
 
 # The complete state of a center: a function that returns the copied center state, the
@@ -135,14 +152,17 @@ class Keeper:
         self._writer: Writer | None = None
         self._closed = False
         self._number = 0  # number of records so far
-        # For a fork: number and digest of the last record that its parent has, too.
+        # For a fork: the number of records that its parent has, too, and the digest of
+        # the last one.
         self._parent: list[Any] | None = None
-        self._digest = GENESIS  # of the last record before this process
+        # Of the last record before this process; a new center begins with its id.
+        self._digest = bytes.fromhex(self.center_id)
         self._began = 0.0  # time at which the center began, s
         # What the next record says beside its event.
         self._noted: dict[str, Any] = {"snapshots": []}
         self._written = 0  # number of records that the journal has written
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
+        self._begun = 0  # number of the first record of this process
         self._attempted = 0  # number of records before the last attempt at a snapshot
         self._saved_size = 0
         self._saver: Future[None] | None = None  # set once there is a center
@@ -168,6 +188,13 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
+        keeps = snapshot.about["keep"]
+        if keeps and not self._journal.keep:
+            raise errors.DurabilityError(
+                f"{where} keeps a tape, with keep={keeps!r}; give Journal keep="
+                "'contributions' or 'hashes' (--journal-keep), or its next snapshot "
+                "would delete records of the tape"
+            )
         saved = state_in(snapshot, self._rule, params, dtype, where)
         store = Store.restore(self._rule, saved, device, flatten=flatten)
         now = time.monotonic()
@@ -203,8 +230,8 @@ class Keeper:
                     ", with another rule: the center optimizer begins with a new state"
                 )
                 _log.info("%s", self.restore_message)
-            # The snapshot of a fork allows another rule, so it is replaced at once.
-            if self._number == snapshot.number and not is_fork(snapshot):
+            is_same = keeps == self._journal.keep and not is_fork(snapshot)
+            if self._number == snapshot.number and is_same:
                 self._saved = self._number, self.center_id
         self._saved_size = snapshot.size
         return store
@@ -233,14 +260,15 @@ class Keeper:
                     self._fail,
                 )
                 self._directory.write_lock("journal", number)
-                self._directory.remove_old(number)
+                if not self._journal.keep:  # else it may take long
+                    self._directory.remove_old(number)
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next call may have other parameters
             self._noted["snapshots"] = []
             raise
-        self._attempted = number
+        self._attempted = self._begun = number
         about = {"center_id": self.center_id, "stack": stack(), "began": time.time()}
         self._noted["process"] = about
         self._saver = keep_running(self._save_when_due, "agn-optax snapshots")
@@ -276,7 +304,7 @@ class Keeper:
     @property
     def keeps_all(self) -> bool:
         """True if contributions are kept that did not move the center, too."""
-        return False
+        return self._journal.keep == "contributions"
 
     def seconds(self, at: float) -> float:
         """Return the seconds from the center's beginning to a time of its clock."""
@@ -316,17 +344,17 @@ class Keeper:
             self._directory.close()
 
     def _write_last(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        writer = self._writer
+        assert writer is not None
+        writer.close()
         try:
             with self._changed:
                 number, image = self._number, self._image()
             if not self.failure:
                 if self._saved != (number, self.center_id):
-                    assert self._writer is not None
-                    self._save(number, image, self._writer.digest)
+                    self._save(number, image, writer.digest)
                 self._directory.write_lock("closed", number)
-                self._directory.remove_old(number + 1)
+                self._remove_old(number + 1, (writer.begin, writer.end))
         except OSError as error:
             self._fail(error)
 
@@ -344,6 +372,7 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
+        self._remove_old(self._begun)
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -373,7 +402,7 @@ class Keeper:
                 self._changed.wait_for(lambda: not writer.is_switching or self.failure)
                 begin = writer.begin
             self._save(number, image, writer.before)
-            self._directory.remove_old(begin)
+            self._remove_old(begin, writer.full)
         except Exception as error:
             self._snapshot_error = (
                 f"no snapshot could be written to {self._directory.path}: {error}; the "
@@ -381,6 +410,27 @@ class Keeper:
             )
             self._failed_snapshots += 1
             _log.error("%s", self._snapshot_error)
+
+    def _remove_old(self, begin: int, full: tuple[int, int] | None = None) -> None:
+        """Remove what a snapshot has replaced, but for what is kept.
+
+        Args:
+          begin: number of the first record that may still be needed.
+          full: the number of the first record, and the bytes, of the last journal that
+            gets no more records; None if there is none.
+        """
+        keep = self._journal.keep
+        if not keep:
+            self._directory.remove_old(begin)
+            return
+        limit = 0 if keep == "hashes" else self._journal.limit
+        try:
+            if full is not None:
+                self._directory.trim(*full)
+            if limit is not None:
+                self._directory.drop_contributions(begin, limit)
+        except OSError as error:  # it is repeated after the next snapshot
+            _log.error("contributions are still in %s: %s", self._directory.path, error)
 
     def _save(self, number: int, image: Image, parent: bytes) -> None:
         """Write a snapshot of a state, after the record with digest ``parent``."""
@@ -391,13 +441,15 @@ class Keeper:
             self._rule,
             center_id=self.center_id,
             time=self.seconds(time.monotonic()),
+            keep=self._journal.keep,
             ledger=ledger,
             chief=chief,
             parent=self._parent,
         )
         written = self._directory.save(number, about, arrays, parent)
         with self._changed:
-            self._noted["snapshots"].append([number, written.digest.hex()])
+            others = [each for each in self._noted["snapshots"] if each[0] != number]
+            self._noted["snapshots"] = [*others, [number, written.digest.hex()]]
         self._saved_size = written.size
         self._saved = number, self.center_id
         # Cleared before the new version can be seen.

@@ -34,7 +34,6 @@ import numpy as np
 
 _MAGIC = b"agnoptax"
 FORMAT = 2
-GENESIS = bytes(16)  # the digest before the first record
 _ALIGNMENT = 64  # bytes, of records and arrays
 _PAGE = 4096  # bytes that are summed as one page for a digest
 _SMALL = 1 << 16  # bytes; smaller records are written in one piece
@@ -52,7 +51,9 @@ class Head(NamedTuple):
     number: int
     on_disk: int  # bytes of earlier records that were on disk when this was written
     file_size: int  # bytes of the file then, including space reserved for more records
-    parent: bytes  # digest of the record before; for a snapshot, of the last it has
+    # Digest of the record before; for a snapshot, of the last record that it has.
+    # Before record 0: the center id.
+    parent: bytes
     digest: bytes  # of the head without this field, and of the JSON
 
 
@@ -107,7 +108,7 @@ def encode(
     number: int,
     about: dict[str, Any],
     contents: Sequence[Sequence[np.ndarray] | None],
-    parent: bytes = GENESIS,
+    parent: bytes,
     on_disk: int = 0,
     file_size: int = 0,
 ) -> Written:

@@ -135,16 +135,15 @@ def fork(
     made = _recorded.rule_of(opened, rule, config)
     with _progress() as progress:
         forked = tape.fork(opened, made, to, at, seconds, progress=progress)
-    parent = forked.parent
-    after = "" if parent is None else f", after record {parent[0]} ({parent[1]})"
+    number, digest = forked.parent
     _options.report(
         json,
-        f"{to} has version {forked.version} of {path}{after}, as center "
-        f"{forked.center_id}",
+        f"{to} has version {forked.version} of {path}, after {number} records (digest "
+        f"{digest}), as center {forked.center_id}",
         path=str(to),
         version=forked.version,
         center_id=forked.center_id,
-        parent=parent,
+        parent=forked.parent,
     )
 
 
