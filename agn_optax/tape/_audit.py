@@ -92,7 +92,7 @@ def audit(
 def _distance(before: PyTree, after: PyTree) -> jax.Array:
     wide = [trees.wider(jnp.float32, leaf.dtype) for leaf in jax.tree.leaves(before)]
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), wide, strict=True)
-    return optax.global_norm([b.astype(w) - a.astype(w) for a, b, w in pairs])
+    return optax.tree.norm([b.astype(w) - a.astype(w) for a, b, w in pairs])
 
 
 def _moves(

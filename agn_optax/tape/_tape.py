@@ -208,7 +208,7 @@ class Tape:
         found = Found(first.number, first.about["version"], time, first.parent)
         oldest = found.version
         for event in self.events(first.number):
-            is_later = version is not None and event.version > version
+            is_later = version is not None and event.version > version >= oldest
             if is_later or (seconds is not None and event.time > seconds):
                 break
             if event.version > found.version:
