@@ -7,7 +7,6 @@ import hashlib
 import json
 from typing import Any, Literal, NamedTuple
 
-from agn_optax import errors
 from agn_optax.tape._events import Event, Message
 from agn_optax.tape._tape import Tape
 
@@ -19,7 +18,7 @@ class Difference(NamedTuple):
     # other workers came first. "content": a worker sent something else. "answer": the
     # center did something else with the same messages. "end": one run is longer.
     kind: Literal["start", "order", "content", "answer", "end"]
-    number: int  # of the first record that differs
+    number: int  # of the first record that differs, in the first run if it has it
     version: int  # of the center before it
     first: Event | None  # the record of the first run; None at its end
     second: Event | None
@@ -29,13 +28,13 @@ class Difference(NamedTuple):
             return "the runs differ from the start: in the center's first parameters"
         shown = [_shown(event) for event in (self.first, self.second)]
         return (
-            f"the runs part at record {self.number}, after version {self.version}: "
+            f"the runs part after version {self.version}: "
             f"{_WORDS[self.kind]}\n  first   {shown[0]}\n  second  {shown[1]}"
         )
 
 
 _WORDS = {
-    "order": "other events came first (order)",
+    "order": "another worker came first (order)",
     "content": "a worker sent something else (content)",
     "answer": "the center did something else with the same messages (answer)",
     "end": "one run ends here (end)",
@@ -45,10 +44,11 @@ _WORDS = {
 def diff(first: Tape, second: Tape) -> Difference | None:
     """Return the first difference of two runs; None if they are the same.
 
-    Runs are the same if the same events happened in the same order: the same joins and
-    leaves, and messages with the same contributions, which the center treated the same.
-    Times, session ids and reported numbers may differ. The first record that differs is
-    found by bisection over digests, each of which stands for a record and all before.
+    Runs are the same if the same messages moved the center, were dropped or rejected,
+    in the same order: then all versions are the same. Times, session ids and reported
+    numbers may differ, and so may joins and leaves, which show in the messages. The
+    first record that differs is found by bisection over digests, each of which stands
+    for a message and all before it.
 
     Args:
       first: tape of the first run.
@@ -56,81 +56,70 @@ def diff(first: Tape, second: Tape) -> Difference | None:
         from its first record on.
 
     Raises:
-      DurabilityError: a tape is damaged, or the tapes have no common record numbers.
+      DurabilityError: a tape is damaged.
     """
     begin = max(first.begin, second.begin)
-    digests = [_prefixes(tape, begin) for tape in (first, second)]
-    lengths = [len(each) for each in digests]
-    for tape, length in zip((first, second), lengths, strict=True):
-        if not length and tape.begin < begin:
-            raise errors.DurabilityError(
-                f"{tape.path} has records before {begin} only, where the other tape "
-                "begins, so the two cannot be compared"
-            )
     starts = [tape.start_hash(begin) for tape in (first, second)]
     if None not in starts and starts[0] != starts[1]:
         return Difference("start", begin, 0, None, None)
-    a, b = digests
-    common = min(lengths)
+    (a, of_a), (b, of_b) = (_prefixes(tape, begin) for tape in (first, second))
+    common = min(len(a), len(b))
     parted = bisect.bisect_left(range(common), True, key=lambda i: a[i] != b[i])
-    if parted == max(lengths):
+    if parted == len(a) == len(b):
         return None
-    events = [_event(tape, begin + parted) for tape in (first, second)]
-    kind = _kind(events[0], events[1], first, second)
-    versions = [e.version - bool(e.applied) for e in events if e is not None]
-    return Difference(kind, begin + parted, versions[0], events[0], events[1])
+    ours, theirs = (
+        next(tape.events(numbers[parted])) if parted < len(numbers) else None
+        for tape, numbers in ((first, of_a), (second, of_b))
+    )
+    event = ours or theirs
+    assert event is not None
+    before = event.version - bool(event.applied)
+    return Difference(_kind(ours, theirs), event.number, before, ours, theirs)
 
 
-def _prefixes(tape: Tape, begin: int) -> list[bytes]:
-    """Return, for each record, a digest of what happened up to it."""
-    digest, found = b"", []
+def _prefixes(tape: Tape, begin: int) -> tuple[list[bytes], list[int]]:
+    """Return digests of what happened up to each message, and record numbers."""
+    digest, digests, numbers = b"", [], []
     for event in tape.events(begin):
-        text = json.dumps([_sent(event), _answered(event)]).encode()
-        digest = hashlib.blake2b(digest + text, digest_size=16).digest()
-        found.append(digest)
-    return found
-
-
-def _event(tape: Tape, number: int) -> Event | None:
-    return next(tape.events(number), None)
+        if event.messages:
+            text = json.dumps([_sent(event), _answered(event)]).encode()
+            digest = hashlib.blake2b(digest + text, digest_size=16).digest()
+            digests.append(digest)
+            numbers.append(event.number)
+    return digests, numbers
 
 
 def _kind(
-    a: Event | None, b: Event | None, first: Tape, second: Tape
+    ours: Event | None, theirs: Event | None
 ) -> Literal["order", "content", "answer", "end"]:
-    if a is None or b is None:
+    if ours is None or theirs is None:
         return "end"
-    if _sent(a) == _sent(b):
+    if _sent(ours) == _sent(theirs):
         return "answer"
-    if _who(a) != _who(b):
-        return "order"
-    # The same workers at the same exchanges: the messages themselves differ.
-    return "content"
+    # The same exchanges of the same workers: then the messages themselves differ.
+    return "order" if _senders(ours) != _senders(theirs) else "content"
 
 
-def _who(event: Event) -> Any:
-    messages = [[each.worker, each.sequence] for each in event.messages]
-    kind = "" if event.messages else event.kind
-    return [kind, messages or list(event.workers)]
+def _senders(event: Event) -> Any:
+    return [[message.worker, message.sequence] for message in event.messages]
 
 
 def _sent(event: Event) -> Any:
     fields = ("worker", "sequence", "anchor_version", "steps", "weight", "hash")
-    sent = [[getattr(message, name) for name in fields] for message in event.messages]
-    return [_who(event), sent]
+    return [[getattr(m, name) for name in fields] for m in event.messages]
 
 
 def _answered(event: Event) -> Any:
     fields = ("outcome", "staleness", "factor", "reason")
-    return [[getattr(m, name) for name in fields] for m in event.messages]
+    answers = [[getattr(m, name) for name in fields] for m in event.messages]
+    return [event.registered, answers]
 
 
 def _shown(event: Event | None) -> str:
     if event is None:
         return "has ended"
-    if not event.messages:
-        return f"{event.kind} of {', '.join(event.workers)} at {event.time:.3f} s"
-    return "; ".join(map(_shown_message, event.messages)) + f" at {event.time:.3f} s"
+    messages = "; ".join(map(_shown_message, event.messages))
+    return f"{messages} at {event.time:.3f} s (record {event.number})"
 
 
 def _shown_message(message: Message) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pathlib
 from collections import deque
@@ -161,7 +162,8 @@ class Tape:
     ) -> CenterState:
         """Return the center at a recorded version, bit for bit.
 
-        The center is computed from the nearest snapshot before the version.
+        The center is computed from the nearest snapshot before the version, and
+        compared with the version's own snapshot, if there is one.
 
         Args:
           rule: the center's rule.
@@ -182,7 +184,7 @@ class Tape:
             computed here.
         """
         version = self.find(version, seconds).version
-        begin = self.snapshots[0].number if whole else None
+        begin = self.snapshots[0].number if whole else self._before(version)
         states = self.states(
             rule, [version], begin=begin, params=params, progress=progress
         )
@@ -310,6 +312,23 @@ class Tape:
                 break
             states.append(event.ledger)
         return states
+
+    def _before(self, version: int) -> int:
+        """Return the number of the snapshot from which a version is computed.
+
+        A version with a snapshot is computed from the one before, if possible.
+        """
+        nearest = self._nearest(version)
+        for each in reversed(self.snapshots):
+            if each.version < version:
+                ends = [segment.number for segment in self.segments[1:]] + [math.inf]
+                is_kept = all(
+                    segment.is_kept
+                    for segment, end in zip(self.segments, ends, strict=True)
+                    if segment.number < nearest and end > each.number
+                )
+                return each.number if is_kept else nearest
+        return nearest
 
     def _nearest(self, version: int) -> int:
         """Return the number of the snapshot from which a version is computed.

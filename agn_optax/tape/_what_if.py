@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agn_optax import errors
-from agn_optax._internal import trees
+from agn_optax._internal import check, trees
 from agn_optax.center import (
     Asynchronous,
     Batch,
@@ -92,7 +92,8 @@ def what_if(
       mode: when messages are applied; None for `Asynchronous`.
       limits: limits on messages; None for ``Limits()``.
       function: function from parameters to a number, or to a dict of numbers.
-      every: versions from one call of the function to the next.
+      every: versions from one call of the function to the next; the newest version is
+        measured, too.
       begin: the first version; None for the first one on the tape.
       params: parameters with the containers to use, see `Tape.replay`.
       progress: called with the number of each record: first while the recorded center
@@ -125,32 +126,30 @@ def what_if(
     number = tape.start_of(begin)
     events = list(tape.events(number))
     _check_kept(tape, events)
-    recorded: list[Measured] = []
+    recorded, measured = _Numbers(function, every), _Numbers(function, every)
     hashes: dict[int, str] = {}
     first = None
     for event, reached in tape.states(recorded_rule, begin=number, params=params):
         version = int(reached.version)
         hashes[version] = trees.digest(reached.params)
-        if function is not None and (version - min(hashes)) % every == 0:
-            time = 0.0 if event is None else event.time
-            recorded.append(measure(function, version, time, reached.params))
+        time = 0.0 if event is None else event.time
+        recorded.add(version, time, reached.params)
         first = first or reached
         if event is not None and progress is not None:
             progress(event.number)
     assert first is not None
     run = _Run(tape, recorded_rule, rule, mode, limits, first, hashes, events)
-    measured = recorded[:1]
+    measured.add(int(first.version), 0.0, first.params)
     for time in run.versions(progress):
-        version = run.store.current.number
-        if function is not None and (version - min(hashes)) % every == 0:
-            params = run.store.save().params
-            measured.append(measure(function, version, time, params))
+        if function is not None:  # else nothing is copied
+            state = run.store.save()
+            measured.add(state.version, time, state.params)
     return WhatIf(
         run.parted,
         max(hashes),
         {name: Share(**counts) for name, counts in sorted(run.counts().items())},
-        recorded,
-        measured,
+        recorded.finished(),
+        measured.finished(),
         run.store.save(),
     )
 
@@ -178,6 +177,33 @@ def _check_kept(tape: Tape, events: list[Event]) -> None:
             "and rejected messages: record with Journal(..., keep='contributions'), or "
             "begin at a later version"
         )
+
+
+class _Numbers:
+    """The numbers of every few versions, and of the newest one."""
+
+    def __init__(self, function: Callable[[PyTree], Any] | None, every: int) -> None:
+        check.whole_number(every, "every", least=1, optional=False)
+        self._function, self._every = function, every
+        self._found: list[Measured] = []
+        self._next: int | None = None  # version
+        self._last: tuple[int, float, PyTree] | None = None  # not measured
+
+    def add(self, version: int, time: float, params: PyTree) -> None:
+        """Measure a version, if it is its turn."""
+        if self._function is None:
+            return
+        if self._next is None or version >= self._next:
+            self._found.append(measure(self._function, version, time, params))
+            self._next, self._last = version + self._every, None
+        else:
+            self._last = version, time, params
+
+    def finished(self) -> list[Measured]:
+        """Measure the newest version, and return all numbers."""
+        if self._function is not None and self._last is not None:
+            self._found.append(measure(self._function, *self._last))
+        return self._found
 
 
 class _Sent(NamedTuple):

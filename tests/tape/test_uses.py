@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from helpers import shared
 from helpers.support import RULES, assert_identical
 from helpers.tapes import DOWNPOUR, PARAMS, Recording, record
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, robust, rules, tape
@@ -130,6 +132,50 @@ def test_runs_of_other_seeds_part_at_the_first_contribution(tmp_path):
     found = tape.diff(tape.read(a), tape.read(b))
     assert (found.kind, found.number, found.version) == ("content", 1, 0)
     assert "sent something else" in str(found)
+
+
+def test_rounds_of_threads_are_the_same_in_every_run(tmp_path):
+    """The order in which workers come does not matter to a round of all workers."""
+    a, b = (
+        trained_by_threads(tmp_path / name, ("w0", "w1", "w2"), reverse)
+        for name, reverse in (("a", False), ("b", True))
+    )
+    assert tape.diff(tape.read(a), tape.read(b)) is None
+    joined = [
+        [e.workers for e in tape.read(x).events() if not e.messages] for x in (a, b)
+    ]
+    assert joined[0] != joined[1]
+
+
+def trained_by_threads(path, names, reverse):
+    """Train in synchronous rounds; the workers join in turn, perhaps in reverse."""
+    durability = Journal(path, keep="contributions")
+    rule, mode = shared.average(), Synchronous()
+    with LocalCenter(
+        rule, PARAMS, durability=durability, mode=mode, barrier=len(names)
+    ) as center:
+
+        def train(name):
+            worker = agn_optax.Worker(center, shared.sgd(0.1), period=1, name=name)
+            params, state = worker.start()
+            random = np.random.default_rng([ord(c) for c in name])
+            for _ in range(3):
+                grads = jax.tree.map(
+                    lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), params
+                )
+                updates, state = worker.tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+                params, state = worker.exchange(params, state)
+
+        threads = []
+        for i, name in enumerate(sorted(names, reverse=reverse)):
+            threads.append(threading.Thread(target=train, args=(name,)))
+            threads[-1].start()
+            wait_until(lambda i=i: len(center.workers) == i + 1)
+        for thread in threads:
+            thread.join()
+        assert center.version == 3
+    return path
 
 
 def run_of(path, order, *, mode=None, params=PARAMS, scales=None):

@@ -76,8 +76,9 @@ class History:
                 if record.number >= begin:
                     yield record
         if number < self._num_records:
+            newest = self.segments[-1].path if self.segments else self.path
             raise errors.DurabilityError(
-                f"{self.path} ends before record {number}, but records up to "
+                f"{newest}: record {number} is damaged or missing, but records up to "
                 f"{self._num_records - 1} were on disk. {RESTORE_BACKUP}"
             )
 
