@@ -1,5 +1,6 @@
 """Helpers that run the command line, in this process and in others."""
 
+import json
 import os
 import pathlib
 import signal
@@ -96,3 +97,28 @@ def python(*arguments):
     """Return a command line and an environment that find this checkout."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": path}
+
+
+class ServerProcess:
+    """``agn-optax serve`` as a process that can be restarted at the same address."""
+
+    def __init__(self, address, *options):
+        self._options = ["--json", "--rule=downpour", f"--address={address}", *options]
+        self.start()
+
+    def start(self):
+        arguments, environment = python(
+            "-m", "agn_optax.ops.cli", "serve", *self._options
+        )
+        self._process = subprocess.Popen(  # noqa: S603 our own program
+            arguments, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        line = self._process.stdout.readline()
+        assert json.loads(line)["event"] == "serving"
+
+    def end(self, signum):
+        """Send a signal, wait for the end, and return the exit code."""
+        self._process.send_signal(signum)
+        code = self._process.wait(PATIENCE)
+        self._process.stdout.close()
+        return code
