@@ -55,6 +55,7 @@ from agn_optax.center.durability import Origin as Origin
 from agn_optax.center.durability import Record as Record
 from agn_optax.center.durability import apply_record as apply_record
 from agn_optax.center.durability import contribution_in as contribution_in
+from agn_optax.center.durability import newest as newest
 from agn_optax.center.durability import stack as stack
 from agn_optax.center.durability import state_in as state_in
 from agn_optax.center.durability import write_fork as write_fork

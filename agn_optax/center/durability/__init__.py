@@ -4,10 +4,11 @@
 the thread that writes the journal, `_directory` manages the files, and `_records` is
 their format. `_events` describes what happens, and `_replay` repeats it. `_history`
 reads a directory without its lock, and `_fork` writes one that goes on from it.
-`_files` has the contents of the lock, and `_stack` names the versions on which numbers
-depend.
+`_chain` compares the records with those that workers have seen. `_files` has the
+contents of the lock, and `_stack` names the versions on which numbers depend.
 """
 
+from agn_optax.center.durability._chain import newest
 from agn_optax.center.durability._events import Arrival, event_of
 from agn_optax.center.durability._fork import Origin, write_fork
 from agn_optax.center.durability._history import History
@@ -27,6 +28,7 @@ __all__ = [
     "apply_record",
     "contribution_in",
     "event_of",
+    "newest",
     "stack",
     "state_in",
     "write_fork",

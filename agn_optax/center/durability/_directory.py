@@ -119,6 +119,18 @@ class Files:
                 with_arrays=with_arrays,
             )
 
+    def find_digest(self, number: int) -> bytes | None:
+        """Return the digest of a record as its head says it; None if it is not kept."""
+        segments = [s for s in self.segments() if s.number <= number]
+        if not segments:
+            return None
+        with reading(segments[-1].path) as file:
+            is_chain = segments[-1].kind == "chain"
+            for head in _records.heads(file, is_chain=is_chain):
+                if head.number == number:
+                    return head.digest
+        return None
+
     def read_snapshot(self, number: int, *, with_arrays: bool = True) -> Record:
         """Read a snapshot.
 

@@ -282,6 +282,23 @@ def _search(file: int, position: int, end: int) -> tuple[int, int | None]:
     return left, None
 
 
+def heads(file: int, *, is_chain: bool) -> Iterator[Head]:
+    """Yield the heads of an open file's records, without checking the records.
+
+    Raises:
+      FormatError: another release wrote the file.
+    """
+    position = 0
+    while True:
+        raw = os.pread(file, _HEAD.size, position)
+        head = _head(raw, f" at byte {position}")
+        if head is None:
+            return
+        yield head
+        without_arrays = _aligned(_HEAD.size + head.about)
+        position += without_arrays if is_chain else max(head.size, without_arrays)
+
+
 def check_parent(record: Record, parent: bytes | None) -> None:
     """Check that a record names the one before it, whose digest may be unknown (None).
 
