@@ -34,6 +34,7 @@ import numpy as np
 
 _MAGIC = b"agnoptax"
 FORMAT = 2
+_DIGEST_SIZE = 16  # bytes
 _ALIGNMENT = 64  # bytes, of records and arrays
 _PAGE = 4096  # bytes that are summed as one page for a digest
 _SMALL = 1 << 16  # bytes; smaller records are written in one piece
@@ -324,7 +325,7 @@ def content_digest(leaves: Sequence[Any], arrays: Sequence[np.ndarray]) -> bytes
       leaves: dtype and shape of each array.
       arrays: the arrays as bytes: flat, contiguous and of dtype uint8.
     """
-    digest = hashlib.blake2b(_json(leaves), digest_size=16)
+    digest = hashlib.blake2b(_json(leaves), digest_size=_DIGEST_SIZE)
     for array in arrays:
         paged = len(array) // _PAGE * _PAGE  # bytes in complete pages
         if paged:
@@ -440,6 +441,5 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _digest(head: Head, text: bytes) -> bytes:
-    digest = hashlib.blake2b(_HEAD.pack(*head._replace(digest=b"")), digest_size=16)
-    digest.update(text)
-    return digest.digest()
+    without_digest = _HEAD.pack(*head)[:-_DIGEST_SIZE]
+    return hashlib.blake2b(without_digest + text, digest_size=_DIGEST_SIZE).digest()
