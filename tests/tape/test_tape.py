@@ -1,6 +1,8 @@
 """Tapes are read, checked and replayed."""
 
 import itertools
+import pathlib
+import runpy
 import shutil
 import struct
 import threading
@@ -343,6 +345,19 @@ def test_restart_continues_the_tape(tmp_path):
         assert_identical(found.replay(DOWNPOUR, version), state)
     times = [each.time for each in found.events()]
     assert times == sorted(times)
+
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "tapes"
+
+
+@pytest.mark.parametrize("path", [p.parent for p in sorted(GOLDEN.glob("*/lock"))])
+def test_golden_tapes_are_checked_and_replayed(path):
+    rule = runpy.run_path(str(GOLDEN / "make.py"))["RULES"][path.name]()
+    found = tape.read(path)
+    assert found.check().records == found.snapshots[-1].number
+    assert found.replay(rule, whole=True).version == found.snapshots[-1].version
+    kinds = tape.audit(found, rule).kinds
+    assert kinds["exchange"] == found.snapshots[-1].version
 
 
 def test_reading_changes_no_file(copy):
