@@ -75,16 +75,17 @@ def audit(
     events = list(tape.events(tape.begin))
     moves = {} if rule is None else _moves(tape, rule, params, progress)
     kinds: dict[str, int] = {}
-    names: dict[str, None] = {}
+    by_worker: dict[str, list[Event]] = {}
     for event in events:
         kinds[event.kind] = kinds.get(event.kind, 0) + 1
-        names |= dict.fromkeys(event.workers)
+        for name in event.workers:
+            by_worker.setdefault(name, []).append(event)
     return Audit(
         checked,
         events[-1].version if events else tape.snapshots[-1].version,
         events[-1].time if events else 0.0,
         kinds,
-        [_of_worker(name, events, moves) for name in sorted(names)],
+        [_of_worker(name, its, moves) for name, its in sorted(by_worker.items())],
     )
 
 
@@ -99,20 +100,19 @@ def _moves(
     tape: Tape, rule: Rule, params: PyTree, progress: Callable[[int], None] | None
 ) -> dict[int, float]:
     """Return how far each record with applied messages moved the center."""
-    moves = {}
+    moves: dict[int, jax.Array] = {}
     before = None
     for event, state in tape.states(rule, params=params, progress=progress):
         if event is not None:
-            moves[event.number] = float(_distance(before, state.params))
+            moves[event.number] = _distance(before, state.params)
         before = state.params
-    return moves
+    return {number: float(moved) for number, moved in moves.items()}
 
 
 def _of_worker(name: str, events: list[Event], moves: dict[int, float]) -> WorkerAudit:
     mine = [
         (event, message)
         for event in events
-        if name in event.workers
         for message in event.messages
         if message.worker == name
     ]
@@ -128,7 +128,7 @@ def _of_worker(name: str, events: list[Event], moves: dict[int, float]) -> Worke
         for event, message in mine
         if message.outcome == "applied" and event.number in moves
     ]
-    sessions = {event.session_ids[name] for event in events if name in event.workers}
+    sessions = {event.session_ids[name] for event in events}
     return WorkerAudit(
         name,
         len(sessions),

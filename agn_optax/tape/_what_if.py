@@ -126,29 +126,22 @@ def what_if(
     number = tape.start_of(begin)
     events = list(tape.events(number))
     _check_kept(tape, events)
-    recorded, measured = _Numbers(function, every), _Numbers(function, every)
-    hashes: dict[int, str] = {}
-    first = None
-    for event, reached in tape.states(recorded_rule, begin=number, params=params):
-        version = int(reached.version)
-        hashes[version] = trees.digest(reached.params)
-        time = 0.0 if event is None else event.time
-        recorded.add(version, time, reached.params)
-        first = first or reached
-        if event is not None and progress is not None:
-            progress(event.number)
-    assert first is not None
-    run = _Run(tape, recorded_rule, rule, mode, limits, first, hashes, events)
+    states = tape.states(recorded_rule, begin=number, params=params, progress=progress)
+    recorded = _Recorded(states, _Numbers(function, every))
+    measured, first = _Numbers(function, every), recorded.first
+    run = _Run(tape, recorded_rule, rule, mode, limits, recorded, events)
     measured.add(int(first.version), 0.0, first.params)
     for time in run.versions(progress):
         if function is not None:  # else nothing is copied
             state = run.store.save()
             measured.add(state.version, time, state.params)
+    if function is not None:
+        recorded.finish()
     return WhatIf(
         run.parted,
-        max(hashes),
+        events[-1].version if events else int(first.version),
         {name: Share(**counts) for name, counts in sorted(run.counts().items())},
-        recorded.finished(),
+        recorded.numbers.finished(),
         measured.finished(),
         run.store.save(),
     )
@@ -206,6 +199,48 @@ class _Numbers:
         return self._found
 
 
+class _Recorded:
+    """The versions of the recorded center, computed as far as they are needed.
+
+    Attributes:
+      first: the first one.
+      numbers: the numbers of the versions so far.
+    """
+
+    def __init__(
+        self,
+        states: Iterator[tuple[Event | None, CenterState]],
+        numbers: _Numbers,
+    ) -> None:
+        self._states, self.numbers = states, numbers
+        self._newest = -1
+        self._hashes: dict[int, str] = {}
+        first = self._advance()
+        assert first is not None  # it is a snapshot
+        self.first = first
+
+    def hash_of(self, version: int) -> str | None:
+        """Return the hash of a version; None if there is no such version."""
+        while self._newest < version and (state := self._advance()) is not None:
+            self._hashes[self._newest] = trees.digest(state.params)
+        if version == self.first.version:
+            return trees.digest(self.first.params)
+        return self._hashes.get(version)
+
+    def finish(self) -> None:
+        """Compute all versions, for their numbers."""
+        while self._advance() is not None:
+            pass
+
+    def _advance(self) -> CenterState | None:
+        event, state = next(self._states, (None, None))
+        if state is not None:
+            self._newest = int(state.version)
+            time = 0.0 if event is None else event.time
+            self.numbers.add(self._newest, time, state.params)
+        return state
+
+
 class _Sent(NamedTuple):
     """A recorded message, on its way through the other center."""
 
@@ -232,12 +267,12 @@ class _Run:
         rule: Rule,
         mode: Mode | None,
         limits: Limits | None,
-        first: CenterState,
-        hashes: Mapping[int, str],
+        recorded: _Recorded,
         events: list[Event],
     ) -> None:
         self.parted: Parted | None = None
-        self._rule, self._recorded_rule, self._hashes = rule, recorded_rule, hashes
+        self._rule, self._recorded_rule, self._recorded = rule, recorded_rule, recorded
+        first = recorded.first
         begin = int(first.version)
         if difference(tape.fingerprint, rule) is None:
             self.store = Store.restore(rule, first)
@@ -247,7 +282,7 @@ class _Run:
         self._ledger = Ledger(mode or Asynchronous(), limits=limits, barrier=0)
         self._ledger.version = begin
         self._ledger.rejections.max_norm = self.store.max_norm
-        self._own_hashes = {begin: hashes[begin]}
+        self._own_hashes = {begin: trees.digest(first.params)}
         self._reached = {begin: begin}  # version by recorded version, at the same time
         self._adopted: dict[str, dict[int, int]] = {}  # the same, of workers' answers
         self._sent: dict[str, _Sent] = {}  # messages that wait at the center
@@ -389,6 +424,6 @@ class _Run:
     ) -> None:
         """Compare what a worker adopted with what it would have adopted."""
         if self.parted is None:
-            hashes = self._hashes.get(recorded), self._own_hashes.get(version)
-            if not same or hashes[0] != hashes[1]:
+            own = self._own_hashes.get(version)
+            if not same or self._recorded.hash_of(recorded) != own:
                 self.parted = Parted(now, worker, recorded, version)

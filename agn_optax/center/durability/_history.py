@@ -64,14 +64,16 @@ class History:
             with reading(segment.path):  # which names the file in errors
                 if segment.number > number:
                     raise _records.DamagedError(f"record {number} is missing before it")
-            position = 0
+            position, is_first = 0, True
             for record in self._files.read_segment(segment, with_arrays=with_arrays):
                 self._places[record.number] = segment, position
                 position += record.size
                 if record.number < number:  # also in the segment before
                     continue
-                with reading(segment.path):
-                    _records.check_parent(record, parent)
+                if is_first:  # `read_segment` checks the others
+                    with reading(segment.path):
+                        _records.check_parent(record, parent)
+                is_first = False
                 number, parent = record.number + 1, record.digest
                 if record.number >= begin:
                     yield record
