@@ -100,7 +100,11 @@ def python(*arguments):
 
 
 class ServerProcess:
-    """``agn-optax serve`` as a process that can be restarted at the same address."""
+    """``agn-optax serve`` as a process that can be restarted at the same address.
+
+    Attributes:
+      version: the version of the center that its last start has found on disk.
+    """
 
     def __init__(self, address, *options):
         self._options = ["--json", "--rule=downpour", f"--address={address}", *options]
@@ -113,8 +117,15 @@ class ServerProcess:
         self._process = subprocess.Popen(  # noqa: S603 our own program
             arguments, env=environment, stdout=subprocess.PIPE, text=True
         )
-        line = self._process.stdout.readline()
-        assert json.loads(line)["event"] == "serving"
+        line = json.loads(self._process.stdout.readline())
+        assert line["event"] == "serving"
+        self.version = line["version"]
+
+    def peak_memory(self):
+        """Return the most bytes that the process has had in memory since its start."""
+        status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text()
+        (peak,) = [x for x in status.splitlines() if x.startswith("VmHWM:")]
+        return int(peak.split()[1]) << 10
 
     def end(self, signum):
         """Send a signal, wait for the end, and return the exit code."""

@@ -425,7 +425,8 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        self._remove_old(self._begun)
+        if self._journal.keep:  # else `begin` has done it
+            self._remove_old(self._begun)
         while True:
             with self._changed:
                 self._changed.wait_for(
