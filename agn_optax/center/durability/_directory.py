@@ -126,13 +126,16 @@ class Files:
     def find_digest(self, number: int) -> bytes | None:
         """Return the digest of a record as its head says it; None if it is not kept."""
         segments = [s for s in self.segments() if s.number <= number]
-        if not segments:
-            return None
-        with reading(segments[-1].path) as file:
-            is_chain = segments[-1].kind == "chain"
-            for head in _records.heads(file, is_chain=is_chain):
-                if head.number == number:
-                    return head.digest
+        for kind in ("journal", "chain") if segments else ():
+            # Another thread may just replace the journal by a chain.
+            path = self.file(kind, segments[-1].number)
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open_file(path, os.O_RDONLY) as file,
+            ):
+                for head in _records.heads(file, is_chain=kind == "chain"):
+                    if head.number == number:
+                        return head.digest
         return None
 
     def read_snapshot(self, number: int) -> Record:
