@@ -124,6 +124,7 @@ class ProcessesCenter:
         except BaseException:
             for session in sessions:  # a resumed session may be resumed again
                 (session.disconnect if resume_token else session.leave)()
+            processes.ended.add(group)
             raise
         (session,) = sessions
         self._session = ProcessesSession(
