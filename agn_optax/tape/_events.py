@@ -58,7 +58,7 @@ class Event:
 
     @property
     def applied(self) -> list[Message]:
-        """The messages that were applied: none, one, or those of a round."""
+        """The messages that moved the center, of which a round may have several."""
         return [each for each in self.messages if each.outcome == "applied"]
 
     def contributions(self) -> list[list[np.ndarray] | None]:

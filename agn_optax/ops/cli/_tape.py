@@ -318,13 +318,14 @@ def _function(name: str, label: str) -> Callable[[Any], Any]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int], None]]:
     """Show the number of records on stderr if the work takes more than two seconds."""
-    begin = time.monotonic()
+    begin, console = time.monotonic(), _table.console(stderr=True)
     shown = rich.progress.Progress(
         rich.progress.TextColumn("record {task.completed}"),
         rich.progress.SpinnerColumn(),
         rich.progress.TimeElapsedColumn(),
-        console=_table.console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
     task = shown.add_task("", total=None)
 
