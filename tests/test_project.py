@@ -30,10 +30,11 @@ LAYERS = {
     "round": {"_internal", "rules"},
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
+    "tape": {"_internal", "rules", "round", "center"},
     "worker": {"_internal", "rules", "round", "center"},
     "service": {"_internal", "rules", "round", "center", "worker"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
-    "ops": {"_internal", "rules", "round", "center", "service"},
+    "ops": {"_internal", "rules", "round", "center", "service", "tape"},
 }
 # Packages that a layer needs beyond jax, numpy, optax and the standard library.
 EXTRAS = {
@@ -47,6 +48,7 @@ EXTRAS = {
     "ops": {
         "cryptography",
         "grpc",
+        "matplotlib",
         "orbax",
         "prometheus_client",
         "rich",
@@ -343,6 +345,7 @@ def test_import_loads_no_heavy_package_and_no_backend():
         agn_optax.center,
         agn_optax.checkpoint,
         agn_optax.service,
+        agn_optax.tape,
         agn_optax.errors,
     ],
 )

@@ -7,6 +7,7 @@
 - `trees`: functions on trees that `optax.tree` lacks
 - `description`: the leaves of a tree, as data that can be compared and stored
 - `layout`: offsets of leaves in one flat buffer
+- `find_object`: find an object by its name, "module:object"
 - `extras`: a check that the packages of an extra are installed
 - `attempt`: run an optional step, and skip it when it raises
 - `retry`: repeat a call that may succeed later; `Outage`: its failed attempts
@@ -32,5 +33,6 @@ from agn_optax._internal.files import write_whole as write_whole
 from agn_optax._internal.notices import Notice as Notice
 from agn_optax._internal.notices import Notices as Notices
 from agn_optax._internal.notices import Thresholds as Thresholds
+from agn_optax._internal.objects import find_object as find_object
 from agn_optax._internal.retries import Outage as Outage
 from agn_optax._internal.retries import retry as retry

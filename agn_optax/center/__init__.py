@@ -15,6 +15,8 @@ from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
 from agn_optax.center._inspector import LOOK_INTERVAL as LOOK_INTERVAL
+from agn_optax.center._ledger import Batch as Batch
+from agn_optax.center._ledger import Ledger as Ledger
 from agn_optax.center._ledger import Member as Member
 from agn_optax.center._ledger import Totals as Totals
 from agn_optax.center._limits import Limits
@@ -47,7 +49,16 @@ from agn_optax.center._submission import plain as plain
 from agn_optax.center._submission import plain_fields as plain_fields
 from agn_optax.center._transfer import ExpectedLink as ExpectedLink
 from agn_optax.center._transfer import Transfer
+from agn_optax.center.durability import History as History
 from agn_optax.center.durability import Journal
+from agn_optax.center.durability import Origin as Origin
+from agn_optax.center.durability import Record as Record
+from agn_optax.center.durability import apply_record as apply_record
+from agn_optax.center.durability import contribution_in as contribution_in
+from agn_optax.center.durability import newest as newest
+from agn_optax.center.durability import stack as stack
+from agn_optax.center.durability import state_in as state_in
+from agn_optax.center.durability import write_fork as write_fork
 
 __all__ = [
     "Answer",

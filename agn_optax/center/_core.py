@@ -37,7 +37,7 @@ from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState, Store, Version, log_version
 from agn_optax.center._submission import Answer, Snapshot, Submission
-from agn_optax.center.durability import Image, Keeper
+from agn_optax.center.durability import Arrival, Image, Keeper, event_of
 from agn_optax.rules import instead_one_by_one
 
 PyTree = Any
@@ -64,6 +64,7 @@ class _WaitingMessage:
     submission: Submission  # with its contribution as the store takes it
     norm: Any
     sample: Any  # see `Store.measure`
+    reported: dict[str, float]  # empty without a durability
     # One condition per message: a shared one would wake up all workers every time.
     done: threading.Condition  # notified when the message no longer waits
 
@@ -139,6 +140,7 @@ class Core:
                 )
                 self.center_id = self.keeper.center_id
                 if store is not None:
+                    self.ledger.take_ended()  # recorded by an earlier process
                     with self._changed:
                         self._set_store(store, self.keeper.chief)
             if params is not None and self._store is None:
@@ -172,6 +174,12 @@ class Core:
     def failure(self) -> str:
         """The error after which nothing is written to disk any more; "" without one."""
         return "" if self.keeper is None else self.keeper.failure
+
+    @property
+    def witness(self) -> str:
+        """The newest record on disk, for workers: see `Answer.witness`."""
+        with self._changed:
+            return "" if self.keeper is None else self.keeper.witness
 
     def atomically(self) -> threading.Condition:
         """Return the condition around the lock, notified after every change."""
@@ -327,6 +335,7 @@ class Core:
         session_id: str | None = None,
         params: PyTree = None,
         *,
+        witnesses: Iterable[str] = (),
         close_connection: Callable[[], None] | None = None,
         **join_arguments: Any,
     ) -> LocalSession:
@@ -337,6 +346,7 @@ class Core:
           session_id: the session id; None for a new session.
           params: the parameters that the worker will replace with the center's; None
             skips the check.
+          witnesses: `Answer.witness` of answers that the worker has seen.
           close_connection: closes the worker's connection. Called once the session has
             ended, or has joined over another connection. Must not block.
           **join_arguments: the other arguments of `Ledger.join`.
@@ -345,8 +355,11 @@ class Core:
           CenterClosedError: the center takes no more exchanges.
           TreeMismatchError: ``params`` does not match the center.
           NameTakenError, CenterFullError, WorkerStateError: see `Ledger.join`.
+          OtherHistoryError: this center does not have the record of a witness.
         """
         session_id = session_id or uuid.uuid4().hex
+        if self.keeper is not None:
+            self.keeper.check_witnesses(witnesses, worker)
         with self._changed:
             self.check_open()
             if params is not None and self._store is not None:
@@ -359,7 +372,7 @@ class Core:
             if close_connection is not None:
                 self._connection_closers[worker] = close_connection
             self._release(worker)
-            self._record(worker)
+            self._record("join", worker, session=session_id, connection=connection)
             self._apply_due()
         return LocalSession(self, worker, session_id, connection)
 
@@ -378,8 +391,9 @@ class Core:
     def leave(self, worker: str, session_id: str) -> None:
         """End a worker's session, even if the call comes over another connection."""
         with self._changed:
+            self._release_ended("expired")
             if self.ledger.leave(worker, session_id):
-                self._record(worker)
+                self._release_ended("leave")
                 self._apply_due()
 
     def wait_for_barrier(self, timeout: float | None) -> bool:
@@ -396,7 +410,8 @@ class Core:
         """Place a contribution on the center's device, and measure its message."""
         store = self.store
         contribution = store.check_and_place(submission.contribution)
-        # The core does not use the field `reported`.
+        reported = (submission.reported or {}) if self.keeper is not None else {}
+        reported = {name: float(number) for name, number in reported.items()}
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
             norm, sample = store.measure(
@@ -405,7 +420,7 @@ class Core:
             if self.ledger.rejections.limits.measures:
                 norm = np.float32(norm)  # waits for the device
         done = threading.Condition(self._lock)
-        return _WaitingMessage(submission, norm, sample, done)
+        return _WaitingMessage(submission, norm, sample, reported, done)
 
     def _repeated_answer(self, worker: str, member: Member) -> KeptAnswer:
         """Return an answer to an exchange whose first answer has been released."""
@@ -433,12 +448,18 @@ class Core:
         while (
             not self._ended and (batch := self.ledger.due(time.monotonic())) is not None
         ):
+            self._release_ended("expired")  # an end may be why the batch is due
             self._settle(batch)
+        self._release_ended("expired")
+        self._changed.notify_all()
+
+    def _release_ended(self, kind: str) -> None:
+        """Release what sessions needed that have ended, and record their ends."""
         for worker in self.ledger.take_ended():
+            self._record(kind, worker)
             self._close_connection(worker)
             self._release(worker)
             self._inspector.forget(worker)
-        self._changed.notify_all()
 
     def _settle(self, batch: Batch) -> None:
         """Apply, drop or reject messages, which then no longer wait."""
@@ -466,16 +487,8 @@ class Core:
         store = self.store
         self.ledger.settle(batch, time.monotonic())
         to_apply, current = batch.indices_to_apply, store.current
-        exchange: tuple[Any, ...] = ()
-        if to_apply and self.keeper:
-            submissions, *others = _applied(batch, messages)
-            applied = [
-                s._replace(contribution=store.unplace(s.contribution))
-                for s in submissions
-            ]
-            exchange = applied, *others
         workers = [entry.worker for entry in batch.entries]
-        recorded = self._record(*workers, exchange=exchange)
+        recorded = self._record_batch(batch, messages)
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
             lost_because = _lost_because(batch, i, self.ledger.mode.combines)
             self._inspector.add_message(
@@ -602,11 +615,32 @@ class Core:
         state = functools.partial(store.unpacked, copied)  # called without the lock
         return state, self.ledger.state_to_save(), self._chief
 
-    def _record(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
-        """Record a change of workers; return the record number to wait for."""
-        if self.keeper is None:
+    def _record(self, kind: str, worker: str, **about: Any) -> None:
+        """Record a change of a worker: see `Keeper.record`."""
+        if self.keeper is not None:
+            about = {"workers": [worker], "version": self.ledger.version, **about}
+            self.keeper.record(kind, about, self.ledger.state_to_save([worker]))
+
+    def _record_batch(self, batch: Batch, messages: list[_WaitingMessage]) -> int:
+        """Record what became of messages; return the record number to wait for."""
+        keeper = self.keeper
+        if keeper is None:
             return 0
-        return self.keeper.record(self.ledger.state_to_save(workers), *exchange)
+        arrivals = [
+            Arrival(message.submission.contribution, message.norm, message.reported)
+            for message in messages
+        ]
+        event = event_of(
+            batch,
+            arrivals,
+            keeps_all=keeper.keeps_all,
+            seconds=keeper.seconds,
+            unplace=self.store.unplace,
+        )
+        workers = [entry.worker for entry in batch.entries]
+        about = {"workers": workers, "version": self.ledger.version, **event.about}
+        ledger = self.ledger.state_to_save(workers)
+        return keeper.record(event.kind, about, ledger, event.contents)
 
     def _recorded(self) -> int:
         return 0 if self.keeper is None else self.keeper.recorded
@@ -723,8 +757,10 @@ class LocalSession(Session):
         self.wait_until_kept(kept)
         snapshot = self._core.snapshot(kept.version)
         jax.block_until_ready(kept.read)
-        notices = self._core.notices_for(self.worker)
-        return kept.answer._replace(params=snapshot.params, notices=notices)
+        notices, witness = self._core.notices_for(self.worker), self._core.witness
+        return kept.answer._replace(
+            params=snapshot.params, notices=notices, witness=witness
+        )
 
     def answer(self, sequence: int, timeout: float | None = None) -> KeptAnswer | None:
         """Return the answer to an exchange as the center keeps it.
@@ -759,8 +795,8 @@ class LocalSession(Session):
 
     @property
     def resume_token(self) -> Any:
-        """The center id and the session id: see `Session.resume_token`."""
-        return [self._core.center_id, self.session_id]
+        """The ids of center and session, and a witness: see `Session.resume_token`."""
+        return [self._core.center_id, self.session_id, self._core.witness]
 
     def wait_until_kept(self, kept: KeptAnswer) -> None:
         """Wait until an answer is on disk, if exchanges are written there.

@@ -307,6 +307,7 @@ class ShardedCenter:
             is_partial=len({answer.applied for answer in answers}) > 1,
             received=sum(received) if received else None,
             notices=tuple(notice for answer in answers for notice in answer.notices),
+            witness=tuple(answer.witness for answer in answers),
         )
 
 

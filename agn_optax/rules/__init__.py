@@ -31,10 +31,12 @@ from agn_optax.rules._declared import widest as widest
 from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
 from agn_optax.rules._fingerprint import difference as difference
 from agn_optax.rules._fingerprint import fingerprint as fingerprint
+from agn_optax.rules._fingerprint import workers_difference as workers_difference
 from agn_optax.rules._named import CENTER_OPTIMIZERS as CENTER_OPTIMIZERS
 from agn_optax.rules._named import CODECS as CODECS
 from agn_optax.rules._named import COMBINE_METHODS as COMBINE_METHODS
 from agn_optax.rules._named import DOWNLINK_DTYPES as DOWNLINK_DTYPES
+from agn_optax.rules._named import OPTIMIZER_SETTINGS as OPTIMIZER_SETTINGS
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
 from agn_optax.rules._named import rule_from_settings as rule_from_settings

@@ -24,6 +24,9 @@ PyTree = Any
 # By part of the rule: the value of a setting, or the part's result on the probe.
 Fingerprint = Mapping[str, Any]
 
+# The parts that workers run; a center may have others for the same contributions.
+_AT_WORKERS = {"contribution", "encoding", "adopt", "penalty", "adopts", "codec"}
+_AT_WORKERS |= {"needs_params", "needs_anchor"}
 SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor", "codec")
 
 
@@ -64,6 +67,12 @@ def difference(other: Fingerprint, rule: Rule) -> str | None:
     if differences.get("codec"):
         differences["encoding"] = None
     return "; ".join(filter(None, differences.values())) or None
+
+
+def workers_difference(other: Fingerprint, rule: Rule) -> str | None:
+    """Return `difference` of the parts that workers run; None if they are the same."""
+    parts = {name: value for name, value in other.items() if name in _AT_WORKERS}
+    return difference(parts, rule)
 
 
 def _part_difference(part: str, other: Any, own: Any) -> str | None:

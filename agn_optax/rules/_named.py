@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import pathlib
-import pkgutil
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, find_object
 from agn_optax.rules import _rule, center_optimizers, codecs, robust
 from agn_optax.rules._rule import Rule
 
@@ -70,7 +67,7 @@ _UPPER_BOUNDS = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
     **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
 }
-_OPTIMIZER_SETTINGS = (*_UPPER_BOUNDS, "nesterov", "delay", "messages")
+OPTIMIZER_SETTINGS = (*_UPPER_BOUNDS, "nesterov", "delay", "messages")
 
 
 def rule_from_settings(
@@ -185,21 +182,12 @@ def settings_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {
         name: parameter
         for name, parameter in inspect.signature(factory).parameters.items()
-        if name in (*_OPTIMIZER_SETTINGS, "moving_rate", "rho", "record_dtype")
+        if name in (*OPTIMIZER_SETTINGS, "moving_rate", "rho", "record_dtype")
     }
 
 
 def _load(name: str, label: str) -> Rule:
-    folder = str(pathlib.Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise errors.InvalidArgumentError(
-            f'{label} must be "module:object", got {name!r}: {error} (looked for in '
-            f"{folder} as well)"
-        ) from error
+    found = find_object(name, label)
     rule = found
     if callable(found) and not isinstance(found, Rule):
         try:

@@ -41,15 +41,16 @@ def file_of(tmp_path_factory):
     os.close(opened)
 
 
-def put(file, records, position=0, on_disk=0):
+def put(file, records, position=0, on_disk=0, parent=bytes(16)):
     """Write ``{number: arrays}``; return where each record begins, and the end."""
     begins = []
     for number, arrays in records.items():
         begins.append(position)
-        pieces, size = _records.encode(number, {"n": number}, arrays, on_disk)
-        assert sum(map(len, pieces)) == size
-        _records.write(file, pieces, position)
-        position += size
+        about = {"n": number}
+        record = _records.encode(number, about, [arrays], parent, on_disk)
+        assert sum(map(len, record.pieces)) == record.size
+        _records.write(file, record.pieces, position)
+        position, parent = position + record.size, record.digest
     return [*begins, position]
 
 
@@ -76,7 +77,7 @@ def test_written_records_are_read(file):
         assert before.dtype == after.dtype
         assert before.shape == after.shape
         np.testing.assert_array_equal(before, after)
-        assert after.ctypes.data % 64 == 0
+        assert not after.size or after.ctypes.data % 64 == 0
 
 
 def test_record_with_more_pieces_than_one_call_accepts_is_written(file):
@@ -95,7 +96,7 @@ def test_short_writes_are_continued(file, monkeypatch):
     assert numbers(file, 0) == ([0, 1], 0)
 
 
-WRITTEN = b"".join(_records.encode(0, {"n": 0}, ARRAYS)[0])
+WRITTEN = b"".join(_records.encode(0, {"n": 0}, [ARRAYS], bytes(16)).pieces)
 
 
 @given(st.integers(0, len(WRITTEN) - 1), st.integers(0, 7))
@@ -165,6 +166,27 @@ def test_missing_record_raises(file):
     put(file, {3: [], 5: []})
     with pytest.raises(_records.DamagedError, match="record 4 is missing"):
         numbers(file, 3)
+
+
+def test_record_that_does_not_name_the_one_before_raises(file):
+    _, end = put(file, {0: ARRAYS})
+    put(file, {1: ARRAYS}, end)
+    with pytest.raises(_records.DamagedError, match="record 1 does not continue the"):
+        numbers(file, 0)
+
+
+def test_records_are_read_without_their_arrays(file, file_of):
+    put(file, {0: ARRAYS, 1: []})
+    whole = list(_records.read_all(file, 0, pytest.fail))
+    short = list(_records.read_all(file, 0, pytest.fail, with_arrays=False))
+    chain = file_of(b"".join(record.head_and_about for record in whole))
+    found = list(_records.read_all(chain, 0, pytest.fail, is_chain=True))
+    for before, *after in zip(whole, short, found, strict=True):
+        for record in after:
+            assert not record.arrays
+            assert record.digest == before.digest
+            assert record.contents[0].digest == before.contents[0].digest
+            assert record.contents[0].leaves == before.contents[0].leaves
 
 
 def test_later_format_raises(file):

@@ -323,20 +323,20 @@ def _read_pem(data):
 
 
 def _records_of(count):
-    pieces, on_disk = [], 0
+    pieces, on_disk, parent = [], 0, bytes(16)
     for number in range(count):
-        about = {"ledger": {"w": number}, "staleness": [0], "weights": None}
-        made, size = _records.encode(
-            number, about, [TREE["a"] + number], on_disk, 1 << 14
-        )
-        pieces += made
-        on_disk += size
+        about = {"ledger": {"w": number}, "registered": 1, "messages": []}
+        contents = [[TREE["a"] + number]]
+        made = _records.encode(number, about, contents, parent, on_disk, 1 << 14)
+        pieces += made.pieces
+        on_disk, parent = on_disk + made.size, made.digest
     return b"".join(pieces)
 
 
 _COUNT = 4
 _JOURNAL = _records_of(_COUNT)
-_SNAPSHOT = b"".join(_records.encode(0, {"version": 0}, [TREE["a"]])[0])
+_SNAPSHOT_RECORD = _records.encode(0, {"version": 0}, [[TREE["a"]]], bytes(16))
+_SNAPSHOT = b"".join(_SNAPSHOT_RECORD.pieces)
 
 
 def _check_record(record):

@@ -21,15 +21,16 @@ def join(center, worker, *args, **kwargs):
     return session
 
 
-def exchange(center, contribution, *, anchor_version, worker, steps=0):
-    """Make the next exchange of a worker, which joins if needed; single-threaded."""
+def exchange(center, contribution, *, worker, **fields):
+    """Make the next exchange of a worker, which joins if needed; single-threaded.
+
+    Other fields are those of `Submission`.
+    """
     known = _sessions.setdefault(center, {})
     if worker not in known:
         join(center, worker)
     session, done = known[worker]
-    answer = session.exchange(
-        Submission(done + 1, contribution, anchor_version=anchor_version, steps=steps)
-    )
+    answer = session.exchange(Submission(done + 1, contribution, **fields))
     known[worker][1] = done + 1
     return answer
 

@@ -21,8 +21,9 @@ from helpers.waiting import wait_until
 
 def set_center_clock(monkeypatch, monotonic):
     """Have centers call ``monotonic()``."""
+    clock = types.SimpleNamespace(monotonic=monotonic, time=time.time)
     for module in (_core, _keeper):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=monotonic))
+        monkeypatch.setattr(module, "time", clock)
 
 
 class ConnectionClock:

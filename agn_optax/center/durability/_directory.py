@@ -3,23 +3,25 @@
     lock            how many records were on disk, and what holds for later ones
     snapshot-N      the center after its first N records: one record
     journal-N       records N, N + 1, ...: the changes that follow
+    chain-N         the same records without their arrays, in place of a journal
 
 The process that keeps its center in the directory holds the lock. A restarted center
 consists of the newest snapshot and the records that follow it. The journal may begin
 before the newest snapshot, if no journal could be created when the snapshot was
-written.
+written. `Files` reads a directory without the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -35,7 +37,7 @@ from agn_optax.center.durability._files import (
     read_lock,
     reading,
 )
-from agn_optax.center.durability._records import Record
+from agn_optax.center.durability._records import Record, Written
 
 if sys.platform != "win32":
     import fcntl
@@ -46,14 +48,124 @@ _log = logging.getLogger("agn_optax")
 _MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
 
 
-class Directory:
+_COPIED = 1024  # records of a journal that are copied to a chain at a time
+
+
+class Segment(NamedTuple):
+    """A file of consecutive records."""
+
+    number: int  # of its first record
+    kind: Literal["journal", "chain"]
+    path: pathlib.Path
+
+
+class Files:
+    """The files of one center, to be read.
+
+    Args:
+      path: path of the directory.
+
+    Attributes:
+      path: path of the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+
+    def file(self, kind: str, number: int) -> pathlib.Path:
+        """Return the path of a snapshot or a segment."""
+        return self.path / f"{kind}-{number:012}"
+
+    def numbers(self, kind: str) -> list[int]:
+        """Return the numbers of all files of a kind, sorted."""
+        with disk_errors(f"cannot read {self.path}"):
+            names = [path.name for path in self.path.iterdir()]
+        matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
+        return sorted(int(match[1]) for match in matches if match)
+
+    def segments(self) -> list[Segment]:
+        """Return the files of records, sorted; a journal comes instead of its copy."""
+        found: dict[int, Segment] = {}
+        kinds: tuple[Literal["chain", "journal"], ...] = ("chain", "journal")
+        for kind in kinds:
+            for number in self.numbers(kind):
+                found[number] = Segment(number, kind, self.file(kind, number))
+        return [found[number] for number in sorted(found)]
+
+    def read_segment(
+        self,
+        segment: Segment,
+        *,
+        with_arrays: bool = True,
+        cut_off: Callable[[int], None] = lambda _: None,
+    ) -> Iterator[Record]:
+        """Yield the records of a segment.
+
+        Args:
+          segment: the segment.
+          with_arrays: whether the arrays of a journal are read and checked.
+          cut_off: see `read_all` of `_records`; a chain is never cut off.
+
+        Raises:
+          DurabilityError: the file is damaged, or another release wrote it.
+        """
+        is_chain = segment.kind == "chain"
+
+        def reject(size: int) -> None:
+            raise _records.DamagedError(f"its last {size} bytes are damaged")
+
+        with reading(segment.path) as file:
+            yield from _records.read_all(
+                file,
+                segment.number,
+                reject if is_chain else cut_off,
+                is_chain=is_chain,
+                with_arrays=with_arrays,
+            )
+
+    def find_digest(self, number: int) -> bytes | None:
+        """Return the digest of a record as its head says it; None if it is not kept."""
+        segments = [s for s in self.segments() if s.number <= number]
+        for kind in ("journal", "chain") if segments else ():
+            # Another thread may just replace the journal by a chain.
+            path = self.file(kind, segments[-1].number)
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open_file(path, os.O_RDONLY) as file,
+            ):
+                for head in _records.heads(file, is_chain=kind == "chain"):
+                    if head.number == number:
+                        return head.digest
+        return None
+
+    def read_snapshot(self, number: int, *, with_arrays: bool = True) -> Record:
+        """Read a snapshot.
+
+        Args:
+          number: number of the snapshot.
+          with_arrays: whether its arrays are read and checked.
+
+        Raises:
+          DurabilityError: the snapshot cannot be read.
+        """
+        with reading(self.file("snapshot", number)) as file:
+            size = os.fstat(file).st_size
+            record = _records.read(file, 0, size, with_arrays=with_arrays)
+            if record is None or record.number != number or record.size != size:
+                raise _records.DamagedError(
+                    f"record {number} is damaged: the file has {size} bytes, which are "
+                    "not a complete snapshot"
+                )
+        return record
+
+
+class Directory(Files):
     """The files of one center, locked and written by this process.
 
     Args:
       path: path of the directory, which is created if necessary.
 
     Attributes:
-      path: path of the directory.
       lock: contents of the lock; None if there was no lock, or if it was empty.
 
     Raises:
@@ -61,7 +173,8 @@ class Directory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        path = self.path = pathlib.Path(path)
+        super().__init__(path)
+        path = self.path
         if sys.platform == "win32":
             raise errors.DurabilityError("a center on disk needs a POSIX system")
         with contextlib.ExitStack() as opened:
@@ -113,26 +226,7 @@ class Directory:
                     f"{RESTORE_BACKUP}"
                 )
             return None
-        with reading(self.file("snapshot", newest)) as file:
-            size = os.fstat(file).st_size
-            record = _records.read(file, 0, size)
-            if record is None or record.number != newest:
-                raise _records.DamagedError(
-                    f"record {newest} is damaged: the file has {size} bytes, which are "
-                    "not a complete snapshot"
-                )
-        return record
-
-    def file(self, kind: str, number: int) -> pathlib.Path:
-        """Return the path of a snapshot or a journal."""
-        return self.path / f"{kind}-{number:012}"
-
-    def numbers(self, kind: str) -> list[int]:
-        """Return the numbers of all snapshots or journals, sorted."""
-        with disk_errors(f"cannot read {self.path}"):
-            names = [path.name for path in self.path.iterdir()]
-        matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
-        return sorted(int(match[1]) for match in matches if match)
+        return self.read_snapshot(newest)
 
     def replay(self, snapshot: Record) -> Iterator[Record]:
         """Yield the records after a snapshot; check at the end that none is missing.
@@ -141,10 +235,13 @@ class Directory:
           DurabilityError: a record is missing that was on disk.
         """
         number, lock = snapshot.number, self.lock  # number of the next record
+        parent = snapshot.parent  # digest of the record before it
         end = f"{self.file('snapshot', number)} at byte {snapshot.size}"
         missing = ""  # description of a missing journal, or of a missing part
         starts = self.numbers("journal")
         earlier = [start for start in starts if start <= number]
+        if lock is not None and lock == ("closed", number):
+            earlier = []  # all records of earlier journals are in the snapshot
         starts = earlier[-1:] + [start for start in starts if start > number]
         if lock is not None and lock.kind == "journal" and not earlier:
             missing = f"{self.file('journal', number)} is missing"
@@ -162,7 +259,8 @@ class Directory:
                     position += record.size
                     end = f"{path} at byte {position}"
                     if record.number == number:
-                        number += 1
+                        _records.check_parent(record, parent)
+                        number, parent = number + 1, record.digest
                         yield record
                 # A journal is on disk before the next one is begun.
                 if cut_off and start != starts[-1]:
@@ -229,27 +327,36 @@ class Directory:
         os.pwrite(self._lock_file, self.lock.to_bytes(), 0)
 
     def save(
-        self, number: int, about: dict[str, Any], arrays: Sequence[np.ndarray]
-    ) -> int:
-        """Write a snapshot atomically; return its size in bytes once it is on disk.
+        self,
+        number: int,
+        about: dict[str, Any],
+        arrays: Sequence[np.ndarray],
+        parent: bytes,
+    ) -> Written:
+        """Write a snapshot atomically; return once it is on disk.
 
         Raises:
           OSError: the snapshot could not be written.
         """
         self.check_paths()
-        path = self.file("snapshot", number)
+        written = _records.encode(number, about, [arrays], parent)
+        with self._new_file(self.file("snapshot", number)) as file:
+            _records.write(file, written.pieces, 0)
+        return written
+
+    @contextlib.contextmanager
+    def _new_file(self, path: pathlib.Path) -> Iterator[int]:
+        """Write a file atomically; it is on disk at the end of the context."""
         temporary = path.with_name(path.name + ".tmp")
-        pieces, size = _records.encode(number, about, arrays)
         try:
             with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-                _records.write(file, pieces, 0)
+                yield file
                 os.fsync(file)
             temporary.rename(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         os.fsync(self._folder)
-        return size
 
     def begin_journal(self, number: int) -> tuple[int, int]:
         """Create a journal on disk; return its file descriptor and its reserved size.
@@ -277,6 +384,56 @@ class Directory:
                 self.file("journal", number).unlink()
         for number in self.numbers("snapshot")[:-1]:
             self.file("snapshot", number).unlink()
+
+    def trim(self, journal: int, size: int) -> None:
+        """Free the reserved space of a journal that gets no more records."""
+        path = self.file("journal", journal)
+        with contextlib.suppress(FileNotFoundError), open_file(path, os.O_RDWR) as file:
+            os.ftruncate(file, size)
+
+    def drop_contributions(self, journals: int, limit: int) -> None:
+        """Drop the contributions of the oldest journals until the rest fits.
+
+        Snapshots of these journals are removed, but for the newest one.
+
+        Args:
+          journals: number of a record; only journals that begin before it are complete.
+          limit: bytes that journals and snapshots may have.
+
+        Raises:
+          DurabilityError: a journal is damaged.
+          OSError: a file could not be written.
+        """
+        self.check_paths()
+        while True:
+            kept = [s for s in self.segments() if s.kind == "journal"]
+            first = kept[0].number if kept else journals
+            for number in self.numbers("snapshot")[:-1]:
+                if number < first:
+                    self.file("snapshot", number).unlink()
+            if first >= journals or self._size() <= limit:
+                return
+            self._drop_arrays(kept[0])
+
+    def _size(self) -> int:
+        """Return the size of all journals and snapshots, in bytes."""
+        paths = (
+            self.file(kind, number)
+            for kind in ("journal", "snapshot")
+            for number in self.numbers(kind)
+        )
+        return sum(path.stat().st_size for path in paths)
+
+    def _drop_arrays(self, journal: Segment) -> None:
+        """Replace a journal by a chain, which has its records without arrays."""
+        records = self.read_segment(journal, with_arrays=False)
+        position = 0
+        with self._new_file(self.file("chain", journal.number)) as file:
+            while some := list(itertools.islice(records, _COPIED)):
+                pieces = [memoryview(record.head_and_about) for record in some]
+                _records.write(file, pieces, position)
+                position += sum(map(len, pieces))
+        journal.path.unlink()
 
 
 def reserve(file: int, size: int, needed: int) -> int:

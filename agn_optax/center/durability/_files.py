@@ -21,6 +21,10 @@ RESTORE_OR_REMOVE_LOCK = (
     "and the center continues from the remaining records. In both cases it has a new "
     "id, so that its workers start again"
 )
+_OTHER_RELEASE = (
+    "Continue with the release that wrote it; or save the center's parameters with "
+    "that release, and begin with them in an empty directory"
+)
 _LOCK_SIZE = 64  # bytes
 
 # The guarantee for records beyond the number in the lock. "new": there are none, and
@@ -70,6 +74,8 @@ def reading(path: pathlib.Path) -> Iterator[int]:
             open_file(path, os.O_RDONLY) as file,
         ):
             yield file
+    except _records.FormatError as error:
+        raise errors.DurabilityError(f"{path}: {error}. {_OTHER_RELEASE}") from None
     except _records.DamagedError as error:
         raise errors.DurabilityError(f"{path}: {error}. {RESTORE_BACKUP}") from None
 

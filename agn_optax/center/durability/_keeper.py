@@ -13,24 +13,26 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
-
-import jax
-import numpy as np
+from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check, description, keep_running, trees
+from agn_optax._internal import check, keep_running
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store, log_version
-from agn_optax.center._submission import Submission, plain
+from agn_optax.center.durability._chain import Digests, Witness, read_witness
 from agn_optax.center.durability._directory import Directory
 from agn_optax.center.durability._files import disk_errors
-from agn_optax.center.durability._records import Record
+from agn_optax.center.durability._replay import (
+    apply_record,
+    is_fork,
+    snapshot_of,
+    state_in,
+)
+from agn_optax.center.durability._stack import stack
 from agn_optax.center.durability._writer import Writer
-from agn_optax.round import steps as rounds
-from agn_optax.rules import Rule, difference, fingerprint
+from agn_optax.rules import Rule, difference
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -55,6 +57,12 @@ class Journal:
         the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 records of exchanges, joins and leaves, so that a start takes
         seconds.
+      keep: records to keep after a snapshot has replaced them, as a tape of the run:
+        "contributions" keeps all records and snapshots, and also records the
+        contributions of dropped and rejected messages; "hashes" keeps the records
+        without their contributions, and only the newest snapshot. None keeps nothing.
+      limit: bytes of journals and snapshots beyond which "contributions" drops the
+        contributions and the snapshots of the oldest journals. None for no limit.
 
     If the disk is full or fails, or if the directory is moved, the center closes and
     answers no further exchange.
@@ -79,12 +87,24 @@ class Journal:
 
     directory: str | os.PathLike[str]
     size: int | None = None
+    keep: Literal["contributions", "hashes"] | None = None
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         path = self.directory
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise errors.InvalidTypeError(f"directory must be a path, got {path!r}")
         check.whole_number(self.size, "size", least=1)
+        if self.keep not in (None, "contributions", "hashes"):
+            raise errors.InvalidArgumentError(
+                f"keep must be 'contributions', 'hashes' or None, got {self.keep!r}"
+            )
+        check.whole_number(self.limit, "limit", least=1)
+        if self.limit is not None and self.keep != "contributions":
+            raise errors.InvalidArgumentError(
+                "limit needs keep='contributions': otherwise no contributions are kept "
+                f"beyond a snapshot, got keep={self.keep!r}"
+            )
 
 
 # The complete state of a center: a function that returns the copied center state, the
@@ -133,8 +153,18 @@ class Keeper:
         self._writer: Writer | None = None
         self._closed = False
         self._number = 0  # number of records so far
+        # For a fork: the number of records that its parent has, too, and the digest of
+        # the last one.
+        self._parent: list[Any] | None = None
+        # Of the last record before this process; a new center begins with its id.
+        self._digest = bytes.fromhex(self.center_id)
+        self._began = 0.0  # time at which the center began, s
+        # What the next record says beside its event.
+        self._noted: dict[str, Any] = {"snapshots": []}
         self._written = 0  # number of records that the journal has written
+        self._digests = Digests(0)  # of written records
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
+        self._begun = 0  # number of the first record of this process
         self._attempted = 0  # number of records before the last attempt at a snapshot
         self._saved_size = 0
         self._saver: Future[None] | None = None  # set once there is a center
@@ -160,20 +190,33 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
-        if other := difference(snapshot.about["rule"], self._rule):
-            raise errors.RuleMismatchError(
-                f"{where} has another rule: {other}. Use the same optimizers and "
-                "settings, or another directory"
+        keeps = snapshot.about["keep"]
+        if keeps and not self._journal.keep:
+            raise errors.DurabilityError(
+                f"{where} keeps a tape, with keep={keeps!r}; give Journal keep="
+                "'contributions' or 'hashes' (--journal-keep), or its next snapshot "
+                "would delete records of the tape"
             )
-        saved = _state(snapshot, self._rule, params, dtype, where)
+        saved = state_in(snapshot, self._rule, params, dtype, where)
         store = Store.restore(self._rule, saved, device, flatten=flatten)
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
-        self._number = snapshot.number
+        self._number, self._digest = snapshot.number, snapshot.parent
+        self._parent = snapshot.about.get("parent")
+        if self._number:
+            self._digests = Digests(self._number - 1)
+            self._digests.add(self._digest)
+        last, saved_as = snapshot, [snapshot.number, snapshot.digest.hex()]
+        self._noted["snapshots"] = [saved_as]
         for record in self._directory.replay(snapshot):
-            self._number = record.number + 1
-            _apply_record(record, store)
+            self._number, self._digest = record.number + 1, record.digest
+            self._digests.add(record.digest)
+            apply_record(record, store)
             states.append(record.about["ledger"])
+            last = record
+            if saved_as in record.about.get("snapshots", ()):
+                self._noted["snapshots"] = []
+        self._began = now - last.about["time"]
         version = ledger.version = store.current.number
         reason = self._directory.new_id_reason
         for state in states:
@@ -188,7 +231,13 @@ class Keeper:
             self.restore_message = f"{where} continues at version {version}"
             self.center_id = snapshot.about["center_id"]
             self.chief = snapshot.about["chief"]
-            if self._number == snapshot.number:
+            if difference(snapshot.about["rule"], self._rule):
+                self.restore_message += (
+                    ", with another rule: the center optimizer begins with a new state"
+                )
+                _log.info("%s", self.restore_message)
+            is_same = keeps == self._journal.keep and not is_fork(snapshot)
+            if self._number == snapshot.number and is_same:
                 self._saved = self._number, self.center_id
         self._saved_size = snapshot.size
         return store
@@ -204,40 +253,46 @@ class Keeper:
             # The guarantee in the lock holds if the process is killed in between.
             with disk_errors(f"cannot write to {self._directory.path}"):
                 if not self.restore_message:  # there was no center
+                    self._began = time.monotonic()
                     self._directory.write_lock("new", number)
                 if self._saved != (number, self.center_id):
-                    self._save(number, image())
+                    self._save(number, image(), self._digest)
                 self._written = number
                 self._writer = Writer(
-                    self._directory, number, self._set_written, self._fail
+                    self._directory,
+                    number,
+                    self._digest,
+                    self._set_written,
+                    self._fail,
                 )
                 self._directory.write_lock("journal", number)
-                self._directory.remove_old(number)
+                if not self._journal.keep:  # else it may take long
+                    self._directory.remove_old(number)
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next call may have other parameters
+            self._noted["snapshots"] = []
             raise
-        self._attempted = number
+        self._attempted = self._begun = number
+        about = {"center_id": self.center_id, "stack": stack(), "began": time.time()}
+        self._noted["process"] = about
         self._saver = keep_running(self._save_when_due, "agn-optax snapshots")
 
     def record(
         self,
+        kind: str,
+        about: dict[str, Any],
         ledger: dict[str, Any],
-        submissions: Sequence[Submission] = (),
-        staleness: Sequence[int] = (),
-        weights: Sequence[float] | None = None,
-        workers: int = 1,
+        contents: Sequence[PyTree | None] = (),
     ) -> int:
-        """Record a change of the center.
+        """Record an event of the center.
 
         Args:
+          kind: kind of the event.
+          about: its description, whose numbers may be arrays.
           ledger: the ledger's state of the workers that are concerned.
-          submissions: messages that were applied together; empty if only the ledger
-            changed.
-          staleness: staleness of each message.
-          weights: weights of the messages of a round; None if this is no round.
-          workers: number of registered workers.
+          contents: the contribution of each message; None for one that is not kept.
 
         Returns:
           The record number to wait for, see `is_kept`.
@@ -245,18 +300,78 @@ class Keeper:
         if self._writer is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
-        about = {
-            "ledger": ledger,
-            "messages": [plain(submission) for submission in submissions],
-            "decoded": [
-                isinstance(s.contribution, rounds.Decoded) for s in submissions
-            ],
-            "staleness": staleness,
-            "weights": weights,
-            "workers": workers,
-        }
-        self._writer.append(about, [s.contribution for s in submissions])
+        noted = {name: value for name, value in self._noted.items() if value}
+        self._noted = {"snapshots": []}
+        now = self.seconds(time.monotonic())
+        head = {"kind": kind, "time": now}
+        self._writer.append({**head, **about, **noted, "ledger": ledger}, contents)
         return self.recorded
+
+    @property
+    def witness(self) -> str:
+        """The newest record on disk, for workers; "" before the first record.
+
+        Hold the lock to read it.
+        """
+        number = self._digests.end - 1
+        digest = self._digests.find(number)
+        if digest is None:
+            return ""
+        return str(Witness(self.center_id, number, digest))
+
+    def check_witnesses(self, texts: Iterable[str], worker: str) -> None:
+        """Check that this center has the records that a worker has seen; log an error.
+
+        See `_check_witness`.
+        """
+        try:
+            for text in texts:
+                self._check_witness(text, worker)
+        except errors.OtherHistoryError as error:
+            _log.error("%s", error)
+            raise
+
+    def _check_witness(self, text: str, worker: str) -> None:
+        """Check that this center has the record that a worker has seen.
+
+        A record of another center says nothing about this one, which then has another
+        center id. A record that was not kept is not compared. Call this without the
+        lock: old records are searched on disk.
+
+        Raises:
+          InvalidArgumentError: the text is no witness.
+          OtherHistoryError: the center has another record of this number, or none yet.
+        """
+        seen = read_witness(text)
+        if seen.center_id != self.center_id:
+            return
+        with self._changed:
+            end, digest = self._digests.end, self._digests.find(seen.number)
+        if seen.number < end and digest is None and self._journal.keep:
+            digest = self._directory.find_digest(seen.number)
+        if seen.number >= end:
+            found = f"this center has {end} records"
+        elif digest not in (None, seen.digest):
+            found = f"this center has another record {seen.number}"
+        else:
+            return
+        raise errors.OtherHistoryError(
+            "this center's history does not contain what worker "
+            f"{worker!r} has seen: record {seen.number} with digest "
+            f"{seen.digest.hex()}, but {found}. Its directory "
+            f"{self._directory.path} may be an old copy, or another center has "
+            "continued from a copy. Serve the newest directory; or remove its lock: "
+            "then the center gets a new id, and its workers start again"
+        )
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if contributions are kept that did not move the center, too."""
+        return self._journal.keep == "contributions"
+
+    def seconds(self, at: float) -> float:
+        """Return the seconds from the center's beginning to a time of its clock."""
+        return round(at - self._began, 6)
 
     @property
     def recorded(self) -> int:
@@ -292,21 +407,24 @@ class Keeper:
             self._directory.close()
 
     def _write_last(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        writer = self._writer
+        assert writer is not None
+        writer.close()
         try:
             with self._changed:
                 number, image = self._number, self._image()
             if not self.failure:
                 if self._saved != (number, self.center_id):
-                    self._save(number, image)
+                    self._save(number, image, writer.digest)
                 self._directory.write_lock("closed", number)
-                self._directory.remove_old(number + 1)
+                self._remove_old(number + 1, (writer.begin, writer.end))
         except OSError as error:
             self._fail(error)
 
-    def _set_written(self, number: int) -> None:
+    def _set_written(self, number: int, digests: list[bytes]) -> None:
         with self._changed:
+            for digest in digests:
+                self._digests.add(digest)
             self._written = number
             self._changed.notify_all()
 
@@ -319,6 +437,8 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
+        if self._journal.keep:  # else `begin` has done it
+            self._remove_old(self._begun)
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -347,8 +467,8 @@ class Keeper:
                 image = self._image()
                 self._changed.wait_for(lambda: not writer.is_switching or self.failure)
                 begin = writer.begin
-            self._save(number, image)
-            self._directory.remove_old(begin)
+            self._save(number, image, writer.before)
+            self._remove_old(begin, writer.full)
         except Exception as error:
             self._snapshot_error = (
                 f"no snapshot could be written to {self._directory.path}: {error}; the "
@@ -357,84 +477,48 @@ class Keeper:
             self._failed_snapshots += 1
             _log.error("%s", self._snapshot_error)
 
-    def _save(self, number: int, image: Image) -> None:
-        """Write a snapshot of a state."""
+    def _remove_old(self, begin: int, full: tuple[int, int] | None = None) -> None:
+        """Remove what a snapshot has replaced, but for what is kept.
+
+        Args:
+          begin: number of the first record that may still be needed.
+          full: the number of the first record, and the bytes, of the last journal that
+            gets no more records; None if there is none.
+        """
+        keep = self._journal.keep
+        if not keep:
+            self._directory.remove_old(begin)
+            return
+        limit = 0 if keep == "hashes" else self._journal.limit
+        try:
+            if full is not None:
+                self._directory.trim(*full)
+            if limit is not None:
+                self._directory.drop_contributions(begin, limit)
+        except OSError as error:  # it is repeated after the next snapshot
+            _log.error("contributions are still in %s: %s", self._directory.path, error)
+
+    def _save(self, number: int, image: Image, parent: bytes) -> None:
+        """Write a snapshot of a state, after the record with digest ``parent``."""
         copied, ledger, chief = image
         state = copied()
-        described = trees.describe(state.params)
-        about = {
-            "version": int(state.version),
-            "center_id": self.center_id,
-            "rule": dict(fingerprint(self._rule)),
-            "params": described.leaves,
-            "containers": described.structure,
-            "ledger": ledger,
-            "chief": chief,
-        }
-        leaves = jax.tree.leaves((state.params, state.center_state))
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        self._saved_size = self._directory.save(number, about, arrays)
+        about, arrays = snapshot_of(
+            state,
+            self._rule,
+            center_id=self.center_id,
+            time=self.seconds(time.monotonic()),
+            keep=self._journal.keep,
+            ledger=ledger,
+            chief=chief,
+            parent=self._parent,
+        )
+        written = self._directory.save(number, about, arrays, parent)
+        with self._changed:
+            others = [each for each in self._noted["snapshots"] if each[0] != number]
+            self._noted["snapshots"] = [*others, [number, written.digest.hex()]]
+        self._saved_size = written.size
         self._saved = number, self.center_id
         # Cleared before the new version can be seen.
         self._snapshot_error, self._failed_snapshots = "", 0
         self.saved_version = int(state.version)
         log_version(f"a snapshot is in {self._directory.path},", lambda: state)
-
-
-def _apply_record(record: Record, store: Store) -> None:
-    """Apply the messages of a record as they were applied before."""
-    about = record.about
-    if messages := about["messages"]:
-        like = [
-            rounds.Decoded(store.like) if is_decoded else store.contribution_like
-            # Records of earlier releases do not say it.
-            for is_decoded in about.get("decoded", [False] * len(messages))
-        ]
-        contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
-        submissions = [
-            Submission(contribution=store.place(contribution), **fields)
-            for contribution, fields in zip(contributions, messages, strict=True)
-        ]
-        store.apply(submissions, about["staleness"], about["weights"], about["workers"])
-
-
-def _state(
-    snapshot: Record, rule: Rule, params: PyTree, dtype: Any, where: str
-) -> CenterState:
-    """Check a snapshot against rule and parameters; return its center state."""
-    about = snapshot.about
-    described = description.Description(
-        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
-        about["containers"],
-    )
-    count = len(described.leaves)
-    for array in snapshot.arrays:
-        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-            raise errors.DurabilityError(
-                f"{where} has {array.dtype} arrays, which need "
-                "jax.config.update('jax_enable_x64', True) here"
-            )
-    if params is not None:
-        check.float_leaves(params, "params")
-    elif described.structure is None:
-        raise errors.DurabilityError(
-            f"{where} has parameters in containers other than dicts, lists and tuples; "
-            "give the center parameters in the same containers, with any values"
-        )
-    else:
-        params = description.rebuild(described.structure, iter(snapshot.arrays))
-    wanted = trees.describe(params, dtype)
-    if words := described.difference(wanted, "it has", "the parameters have"):
-        raise errors.TreeMismatchError(f"{where} has another model: {words}")
-    treedef = jax.tree.structure(params)
-    restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
-    state = rounds.center_state_like(rule, restored)
-    rest = snapshot.arrays[count:]
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
-    if shapes != [array.shape for array in rest]:
-        raise errors.RuleMismatchError(
-            f"{where} has another rule: its center optimizer has another state. "
-            "Use the same optimizer, or another directory"
-        )
-    center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
-    return CenterState(restored, center_state, about["version"])

@@ -17,6 +17,7 @@ from agn_optax.ops.cli import (
     _plan,
     _serve,
     _status,
+    _tape,
 )
 
 
@@ -39,7 +40,7 @@ class _Commands(_options.Flags, TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     help="Asynchronous training with a center: serve, watch and check a center, launch "
-    "workers, and plan what training will cost.",
+    "workers, plan what training will cost, and repeat what a tape has recorded.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # other exceptions keep Python's own traceback
@@ -67,6 +68,8 @@ def _root(
 for subcommand in (
     *(_serve.serve, _status.status, _status.watch, _status.drain),
     *(_doctor.doctor, _plan.plan, _keys.keys),
+    *(_tape.replay, _tape.audit, _tape.diff, _tape.fork),
+    *(_tape.what_if, _tape.evaluate),
 ):
     app.command(cls=_options.Command)(_options.as_command(subcommand))
 # Options after the program's name belong to the program.

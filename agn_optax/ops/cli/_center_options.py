@@ -6,6 +6,8 @@ import os
 import pathlib
 from typing import Any
 
+import jax
+
 from agn_optax import errors, service
 from agn_optax._internal import check, notices
 from agn_optax.center import (
@@ -56,6 +58,31 @@ _THRESHOLDS = Group(
     *(name for name, row in notices.CHECKS.items() if row.observer == "center"),
     prefix="warn_",
 )
+
+
+# Fields of the settings of all modes.
+MODE_SETTINGS = {name for group in _MODES.values() for name in group.fields}
+
+
+@_options.record(
+    groups={**_MODES, "messages": _MESSAGES},
+    modes=", ".join(_MODES),
+    default_mode=_DEFAULT_MODE,
+)
+class ModeOptions:
+    """Options of how a center treats messages.
+
+    Mode:
+      mode MODE [that of the tape, or {default_mode}]: When messages are applied:
+        {modes}.
+      *bounded
+      *synchronous
+
+    Message limits:
+      *messages
+    """
+
+    mode: str | None = None
 
 
 @_options.record(
@@ -150,9 +177,9 @@ def settings(options: CenterOptions) -> dict[str, Any]:
             )
     arguments: dict[str, Any] = {
         "page": options.page_address or (service.LOOPBACK if options.page else None),
-        "mode": _mode_of(options),
+        "mode": mode_of(options),
         "durability": _JOURNAL.build_if_given("directory", options),
-        "limits": _LIMITS.build(options, messages=_MESSAGES.build(options)),
+        "limits": _LIMITS.build(options, messages=message_limits(options)),
         "thresholds": _THRESHOLDS.build(options),
         "security": _SECURITY.build(options, tls=_tls_of(options)),
         **_SERVED.given(options),
@@ -160,6 +187,17 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     if options.direct is False:
         arguments["direct_address"] = False
     return arguments
+
+
+def use_default_device(device: str | None = None) -> None:
+    """Leave the memory of accelerators to the workers on this machine.
+
+    Args:
+      device: device of the center; None for the default one.
+    """
+    default = service.ServerSettings.device
+    if not os.environ.get("JAX_PLATFORMS") and device in (None, default):
+        jax.config.update("jax_platforms", default)
 
 
 def access(
@@ -188,7 +226,17 @@ def access(
     return service.Access(*files, *(lines.encode() for lines in callers if lines))
 
 
-def _mode_of(options: CenterOptions) -> Mode:
+def message_limits(options: CenterOptions | ModeOptions) -> MessageLimits:
+    """Return the limits on messages that the options describe."""
+    return _MESSAGES.build(options)
+
+
+def mode_of(options: CenterOptions | ModeOptions) -> Mode:
+    """Return the mode that the options describe.
+
+    Raises:
+      InvalidArgumentError: options do not apply to the mode, or one is out of range.
+    """
     name = options.mode or _DEFAULT_MODE
     chosen = check.choose(name, _MODES, "--mode")
     for other, group in _MODES.items():

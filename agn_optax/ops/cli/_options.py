@@ -177,8 +177,11 @@ def _argument_help(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
 def _option_type(hint: Any) -> tuple[Any, str | None]:
     """Return an option's type (None if text cannot give it) and its choices, if any."""
     cases = typing.get_args(hint) or (hint,)
+    given = [case for case in cases if case is not type(None)]
     if typing.get_origin(hint) is typing.Literal:
         return str, "|".join(cases)
+    if [typing.get_origin(case) for case in given] == [typing.Literal]:
+        return str, "|".join(typing.get_args(given[0]))
     if any((typing.get_origin(c) or c) in (os.PathLike, pathlib.Path) for c in cases):
         return pathlib.Path, None
     plain = (str if case is Any else case for case in cases)

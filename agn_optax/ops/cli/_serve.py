@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
 
-import jax
 import typer
 
 from agn_optax import errors, service
 from agn_optax._signals import handled
-from agn_optax.ops.cli import _center_options, _options, _rules, _save
+from agn_optax.ops.cli import _center_options, _options, _recorded, _rules, _save
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 
@@ -40,7 +38,8 @@ def serve(
     """
     values = _options.read_file(config, RuleOptions, CenterOptions)
     center = _options.with_defaults(center, values)
-    center_rule = _rules.make(_options.with_defaults(rule, values))
+    rule = _options.with_defaults(rule, values)
+    center_rule = _rules.make(rule)
     settings = _center_options.settings(center)
     if center.save is not None:
         _save.check(center.save)
@@ -54,10 +53,7 @@ def serve(
     page_token = service.tokens.generate() if token and settings["page"] else ""
     access = _center_options.access(center, token, page_token)
     settings["security"] = dataclasses.replace(settings["security"], access=access)
-    device = service.ServerSettings.device
-    if not os.environ.get("JAX_PLATFORMS") and settings.get("device", device) == device:
-        # Leaves the memory of accelerators to the workers on this machine.
-        jax.config.update("jax_platforms", device)
+    _center_options.use_default_device(settings.get("device"))
     signals: list[int] = []
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
@@ -72,6 +68,8 @@ def serve(
         if token and is_fixed:
             _store_token(stack, address, token, stays=True)
         server = stack.enter_context(service.serve(center_rule, **settings))
+        if (journal := settings["durability"]) is not None:
+            _recorded.write(journal.directory, rule, center)
         if token and not is_fixed:
             _store_token(stack, server.address, token)
         if center.address_file is not None:

@@ -24,16 +24,16 @@ _FIRST: dict[str, _Cell] = {
     "exchanges": lambda worker: str(worker["exchanges"]),
 }
 _OTHERS: dict[str, _Cell] = {
-    "per s": lambda worker: _number(worker["exchanges_per_second"]),
-    "staleness": lambda worker: _number(worker["staleness"]),
+    "per s": lambda worker: number(worker["exchanges_per_second"]),
+    "staleness": lambda worker: number(worker["staleness"]),
     "transport": lambda worker: worker["transport"],
     "last seen": lambda worker: f"{worker['seen']:.1f} s",
     "period": lambda worker: str(worker["period"] or "-"),
     "rejected": lambda worker: str(worker["rejected"]),
     "dropped": lambda worker: str(worker["dropped"]),
     "local steps": lambda worker: str(worker["steps_delivered"]),
-    "weight": lambda worker: _number(worker["weight_delivered"] or None),
-    "MB/s": lambda worker: _number(worker["rate"] and worker["rate"] / 1e6),
+    "weight": lambda worker: number(worker["weight_delivered"] or None),
+    "MB/s": lambda worker: number(worker["rate"] and worker["rate"] / 1e6),
     "interface": lambda worker: worker["interface"] or "-",
 }
 
@@ -55,9 +55,9 @@ def of(center: _Status) -> rich.console.Group:
     shown: list[rich.console.RenderableType] = []
     if "workers" in center:
         notices = [f"warning: {Notice(**notice)}" for notice in center["notices"]]
-        shown = [_workers(center), *(_text(line, "bold red") for line in notices)]
+        shown = [_workers(center), *(text(line, "bold red") for line in notices)]
     if center.get("error"):
-        shown.append(_text(f"waiting: {center['error']}", "bold red"))
+        shown.append(text(f"waiting: {center['error']}", "bold red"))
     return rich.console.Group(*shown)
 
 
@@ -65,28 +65,28 @@ def _workers(center: _Status) -> rich.table.Table:
     """Return the table of a center's workers, with the columns that fit."""
     workers = center["workers"]
     reported = [
-        [name, *(_number(worker["reported"].get(name)) for worker in workers)]
+        [name, *(number(worker["reported"].get(name)) for worker in workers)]
         for name in sorted({name for worker in workers for name in worker["reported"]})
     ]
     first, others = (
         [[title, *map(cell, workers)] for title, cell in columns.items()]
         for columns in (_FIRST, _OTHERS)
     )
-    table = _fitting([*first, *reported, *others], console().width)
-    table.title, table.caption = _text(_title(center)), _text(_caption(center))
+    table = fitting([*first, *reported, *others], console().width)
+    table.title, table.caption = text(_title(center)), text(_caption(center))
     return table
 
 
-def _text(text: str, style: str = "") -> rich.text.Text:
+def text(shown: str, style: str = "") -> rich.text.Text:
     """Return text from a center or its workers, without markup and escapes.
 
     Workers choose names and labels, and a terminal would obey the escapes in them.
     """
-    shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return rich.text.Text("".join(shown), style=style)
+    printable = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
+    return rich.text.Text("".join(printable), style=style)
 
 
-def _fitting(columns: Sequence[Sequence[str]], width: int) -> rich.table.Table:
+def fitting(columns: Sequence[Sequence[str]], width: int) -> rich.table.Table:
     """Return a table with the first columns, as many as fit into a width.
 
     Args:
@@ -102,9 +102,9 @@ def _fitting(columns: Sequence[Sequence[str]], width: int) -> rich.table.Table:
             break
         shown.append(column)
         justify: Literal["left", "right"] = "right" if table.columns else "left"
-        table.add_column(_text(column[0]), justify=justify, no_wrap=True)
+        table.add_column(text(column[0]), justify=justify, no_wrap=True)
     for row in zip(*(cells[1:] for cells in shown), strict=True):
-        table.add_row(*map(_text, row))
+        table.add_row(*map(text, row))
     return table
 
 
@@ -128,7 +128,7 @@ def _caption(center: _Status) -> str:
     totals = Totals(**{name: center[name] for name in Totals._fields})
     direct, page = center["direct_address"], center["page_address"]
     return (
-        f"{_number(rate)} exchanges/s, up {center['uptime']:.0f} s, "
+        f"{number(rate)} exchanges/s, up {center['uptime']:.0f} s, "
         f"{len(workers)} worker{'' if len(workers) == 1 else 's'}, "
         f"{totals}"
         + (f", direct connections at {direct}" if direct else "")
@@ -136,7 +136,8 @@ def _caption(center: _Status) -> str:
     )
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a number with four digits, or a dash for None."""
     return "-" if value is None else f"{value:.4g}"
 
 

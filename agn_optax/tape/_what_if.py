@@ -1,0 +1,429 @@
+"""Recorded contributions through another center."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from agn_optax import errors
+from agn_optax._internal import check, trees
+from agn_optax.center import (
+    Asynchronous,
+    Batch,
+    CenterState,
+    Ledger,
+    Limits,
+    Mode,
+    Store,
+    Submission,
+)
+from agn_optax.rules import Rule, difference, workers_difference
+from agn_optax.tape._evaluate import Measured, measure
+from agn_optax.tape._events import Event, Message
+from agn_optax.tape._tape import Tape
+
+PyTree = Any
+
+
+class Parted(NamedTuple):
+    """The first time at which a worker would have adopted something else."""
+
+    time: float  # s, since the recorded center began
+    worker: str
+    recorded_version: int  # version that the worker adopted
+    version: int  # version that it would have adopted
+
+
+class Share(NamedTuple):
+    """What became of a worker's messages."""
+
+    applied: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    waiting: int = 0  # messages that still waited at the end of the tape
+
+
+class WhatIf(NamedTuple):
+    """The recorded contributions through another center."""
+
+    parted: Parted | None  # None if all workers would have adopted what they did
+    recorded_version: int  # newest version of the recorded center
+    workers: Mapping[str, Share]  # by name
+    recorded: list[Measured]  # numbers of the recorded center
+    measured: list[Measured]  # numbers of the other center
+    state: CenterState  # the other center at the end
+
+    @property
+    def version(self) -> int:
+        """The newest version of the other center."""
+        return int(self.state.version)
+
+
+def what_if(
+    tape: Tape,
+    recorded_rule: Rule,
+    rule: Rule | None = None,
+    mode: Mode | None = None,
+    *,
+    limits: Limits | None = None,
+    function: Callable[[PyTree], Any] | None = None,
+    every: int = 1,
+    begin: int | None = None,
+    params: PyTree = None,
+    progress: Callable[[int], None] | None = None,
+) -> WhatIf:
+    """Send recorded contributions through another center.
+
+    Each message arrives at its recorded time, or when its worker has the answer to the
+    message before, if that is later. Up to the first time when a worker would have
+    adopted something else than it did (`WhatIf.parted`), the result is what the other
+    center would have done. From then on the workers would have sent other
+    contributions, and only the schedule is real.
+
+    Args:
+      tape: the tape, with all contributions.
+      recorded_rule: the rule of the recorded center.
+      rule: the rule of the other center, which differs only in the center's part: its
+        center optimizer, its combination, its discount. None for the recorded rule.
+      mode: when messages are applied; None for `Asynchronous`.
+      limits: limits on messages; None for ``Limits()``.
+      function: function from parameters to a number, or to a dict of numbers.
+      every: versions from one call of the function to the next; the newest version is
+        measured, too.
+      begin: the first version; None for the first one on the tape.
+      params: parameters with the containers to use, see `Tape.replay`.
+      progress: called with the number of each record: first while the recorded center
+        is computed, and then again for the other one.
+
+    Raises:
+      RuleMismatchError: the rules differ in what workers do.
+      DurabilityError: the tape is damaged, or some contributions are not on it.
+      InvalidArgumentError: the tape does not begin at a snapshot of ``begin``.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax, agn_optax
+      >>> rule = agn_optax.rules.diloco(optax.sgd(1.0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     journal = agn_optax.center.Journal(folder, keep="contributions")
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=journal)
+      ...     session = center.join("worker-0")
+      ...     for i in range(3):
+      ...         sent = agn_optax.center.Submission(i + 1, jnp.ones(2), i)
+      ...         _ = session.exchange(sent)
+      ...     center.close()
+      ...     other = agn_optax.rules.diloco(optax.sgd(0.5))
+      ...     tape = agn_optax.tape.read(folder)
+      ...     result = agn_optax.tape.what_if(tape, rule, other)
+      >>> print(result.state.params, result.parted.recorded_version)
+      [-0.5 -0.5] 1
+    """
+    rule = rule or recorded_rule
+    check_rules(tape, rule)
+    number = tape.start_of(begin)
+    events = list(tape.events(number))
+    _check_kept(tape, events)
+    states = tape.states(recorded_rule, begin=number, params=params, progress=progress)
+    recorded = _Recorded(states, _Numbers(function, every))
+    measured, first = _Numbers(function, every), recorded.first
+    run = _Run(tape, recorded_rule, rule, mode, limits, recorded, events)
+    measured.add(int(first.version), 0.0, first.params)
+    for time in run.versions(progress):
+        if function is not None:  # else nothing is copied
+            state = run.store.save()
+            measured.add(state.version, time, state.params)
+    if function is not None:
+        recorded.finish()
+    return WhatIf(
+        run.parted,
+        events[-1].version if events else int(first.version),
+        {name: Share(**counts) for name, counts in sorted(run.counts().items())},
+        recorded.numbers.finished(),
+        measured.finished(),
+        run.store.save(),
+    )
+
+
+def check_rules(tape: Tape, rule: Rule) -> None:
+    """Check that workers of a tape could have sent the same to a center of a rule.
+
+    Raises:
+      RuleMismatchError: the rule differs in what workers do.
+    """
+    if other := workers_difference(tape.fingerprint, rule):
+        raise errors.RuleMismatchError(
+            f"the workers of {tape.path} had a rule that differs from {rule.name!r} in "
+            f"what workers do: {other}. A what-if may change only the center: its "
+            "optimizer, its combination of messages, its mode and limits"
+        )
+
+
+def _check_kept(tape: Tape, events: list[Event]) -> None:
+    missing = [e.number for e in events if any(not m.is_kept for m in e.messages)]
+    if missing:
+        raise errors.DurabilityError(
+            f"{tape.path} has {len(missing)} records without all contributions, the "
+            f"last one is record {missing[-1]}. A what-if needs also those of dropped "
+            "and rejected messages: record with Journal(..., keep='contributions'), or "
+            "begin at a later version"
+        )
+
+
+class _Numbers:
+    """The numbers of every few versions, and of the newest one."""
+
+    def __init__(self, function: Callable[[PyTree], Any] | None, every: int) -> None:
+        check.whole_number(every, "every", least=1, optional=False)
+        self._function, self._every = function, every
+        self._found: list[Measured] = []
+        self._next: int | None = None  # version
+        self._last: tuple[int, float, PyTree] | None = None  # not measured
+
+    def add(self, version: int, time: float, params: PyTree) -> None:
+        """Measure a version, if it is its turn."""
+        if self._function is None:
+            return
+        if self._next is None or version >= self._next:
+            self._found.append(measure(self._function, version, time, params))
+            self._next, self._last = version + self._every, None
+        else:
+            self._last = version, time, params
+
+    def finished(self) -> list[Measured]:
+        """Measure the newest version, and return all numbers."""
+        if self._function is not None and self._last is not None:
+            self._found.append(measure(self._function, *self._last))
+        return self._found
+
+
+class _Recorded:
+    """The versions of the recorded center, computed as far as they are needed.
+
+    Attributes:
+      first: the first one.
+      numbers: the numbers of the versions so far.
+    """
+
+    def __init__(
+        self,
+        states: Iterator[tuple[Event | None, CenterState]],
+        numbers: _Numbers,
+    ) -> None:
+        self._states, self.numbers = states, numbers
+        self._newest = -1
+        self._hashes: dict[int, str] = {}
+        first = self._advance()
+        assert first is not None  # it is a snapshot
+        self.first = first
+
+    def hash_of(self, version: int) -> str | None:
+        """Return the hash of a version; None if there is no such version."""
+        while self._newest < version and (state := self._advance()) is not None:
+            self._hashes[self._newest] = trees.digest(state.params)
+        if version == self.first.version:
+            return trees.digest(self.first.params)
+        return self._hashes.get(version)
+
+    def finish(self) -> None:
+        """Compute all versions, for their numbers."""
+        while self._advance() is not None:
+            pass
+
+    def _advance(self) -> CenterState | None:
+        event, state = next(self._states, (None, None))
+        if state is not None:
+            self._newest = int(state.version)
+            time = 0.0 if event is None else event.time
+            self.numbers.add(self._newest, time, state.params)
+        return state
+
+
+class _Sent(NamedTuple):
+    """A recorded message, on its way through the other center."""
+
+    message: Message
+    adopted: int  # version that the worker adopted afterwards
+    contribution: PyTree
+
+
+_Action = tuple[float, tuple[int, int, int], str, Event, int]
+
+
+class _Run:
+    """The other center, and the actions of workers that wait for their time.
+
+    Attributes:
+      store: the other center's store.
+      parted: see `WhatIf`.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        recorded_rule: Rule,
+        rule: Rule,
+        mode: Mode | None,
+        limits: Limits | None,
+        recorded: _Recorded,
+        events: list[Event],
+    ) -> None:
+        self.parted: Parted | None = None
+        self._rule, self._recorded_rule, self._recorded = rule, recorded_rule, recorded
+        first = recorded.first
+        begin = int(first.version)
+        if difference(tape.fingerprint, rule) is None:
+            self.store = Store.restore(rule, first)
+        else:  # another center optimizer begins with a state of its own
+            self.store = Store(rule, first.params, version=begin)
+        limits = dataclasses.replace(limits or Limits(), max_workers=None)
+        self._ledger = Ledger(mode or Asynchronous(), limits=limits, barrier=0)
+        self._ledger.version = begin
+        self._ledger.rejections.max_norm = self.store.max_norm
+        self._own_hashes = {begin: trees.digest(first.params)}
+        self._reached = {begin: begin}  # version by recorded version, at the same time
+        self._adopted: dict[str, dict[int, int]] = {}  # the same, of workers' answers
+        self._sent: dict[str, _Sent] = {}  # messages that wait at the center
+        self._counts: dict[str, dict[str, int]] = {}
+        # Actions of each worker in their order; "" has the recorded versions.
+        self._actions: dict[str, deque[_Action]] = {}
+        # The next action of each worker whose last message was answered.
+        self._next: list[tuple[float, tuple[int, int, int], str]] = []
+        for event in events:
+            self._add(event)
+        for worker in self._actions:
+            self._schedule(worker, -math.inf)
+
+    def versions(self, progress: Callable[[int], None] | None) -> Iterator[float]:
+        """Run to the end of the tape; yield the time of each new version."""
+        ledger = self._ledger
+        while self._next or self._deadline() < math.inf:
+            now = self._deadline()
+            if self._next and self._next[0][0] <= now:
+                now, _, worker = heapq.heappop(self._next)
+                event = self._act(worker, now)
+                if progress is not None:
+                    progress(event.number)
+            while (batch := ledger.due(now)) is not None:
+                before = self.store.current.number
+                self._settle(batch, now)
+                if self.store.current.number > before:
+                    yield now
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the fields of each worker's `Share`."""
+        for worker, actions in self._actions.items():
+            left = sum(action[2] == "send" for action in actions)
+            if worker and (waiting := left + (worker in self._sent)):
+                self._counts.setdefault(worker, {})["waiting"] = waiting
+        return self._counts
+
+    def _deadline(self) -> float:
+        return self._ledger.mode.deadline(self._ledger)
+
+    def _add(self, event: Event) -> None:
+        """Add the actions of a recorded event."""
+        for i, message in enumerate(event.messages):
+            action = message.arrived, (event.number, 0, i), "send", event, i
+            self._actions.setdefault(message.worker, deque()).append(action)
+        if event.applied:
+            action = event.time, (event.number, 1, 0), "reached", event, 0
+            self._actions.setdefault("", deque()).append(action)
+        elif event.kind in ("join", "leave", "expired"):
+            for i, worker in enumerate(event.workers):
+                action = event.time, (event.number, 0, i), event.kind, event, i
+                self._actions.setdefault(worker, deque()).append(action)
+
+    def _schedule(self, worker: str, now: float) -> None:
+        if actions := self._actions[worker]:
+            time, order, *_ = actions[0]
+            heapq.heappush(self._next, (max(time, now), order, worker))
+
+    def _act(self, worker: str, now: float) -> Event:
+        """Do the next action of a worker."""
+        _, _, kind, event, index = self._actions[worker].popleft()
+        if kind == "reached":
+            self._reached[event.version] = self._ledger.version
+        elif kind == "send":
+            self._send(event, index, now)
+            return event  # the next action follows the answer
+        elif kind == "join":
+            self._join(worker, event, now)
+        else:
+            self._ledger.leave(worker, self._session_id(worker))
+        self._schedule(worker, now)
+        return event
+
+    def _join(self, worker: str, event: Event, now: float) -> None:
+        self._ledger.join(worker, event.session_ids[worker], now, replace=True)
+
+    def _session_id(self, worker: str) -> str:
+        member = self._ledger.registered().get(worker)
+        return "" if member is None else member.session_id
+
+    def _send(self, event: Event, index: int, now: float) -> None:
+        message = event.messages[index]
+        worker, ledger = message.worker, self._ledger
+        if worker not in ledger.registered():  # it joined before the tape begins
+            self._join(worker, event, now)
+        member = ledger.registered()[worker]
+        recorded = message.anchor_version
+        anchor = self._adopted.get(worker, self._reached).get(recorded)
+        if anchor is None:
+            anchor = min(self._reached.get(recorded, recorded), ledger.version)
+        self._compare(now, worker, recorded, anchor)
+        contribution = event.contribution(index, self.store)
+        norm = None
+        if ledger.rejections.limits.measures:
+            center = self.store.current.params
+            norm = float(self.store.measure(contribution, center, samples=False)[0])
+        adopted = event.version
+        if self._recorded_rule.adopts == "before" and message.outcome == "applied":
+            adopted -= 1
+        self._sent[worker] = _Sent(message, adopted, contribution)
+        submission = Submission(
+            member.sequence + 1, None, anchor, message.steps, message.weight
+        )
+        ledger.submit(worker, member.session_id, submission, now, norm)
+
+    def _settle(self, batch: Batch, now: float) -> None:
+        """Apply, drop or reject messages, and let their workers go on."""
+        store, indices = self.store, batch.indices_to_apply
+        sent = [self._sent.pop(entry.worker) for entry in batch.entries]
+        before = store.current.number
+        if indices:
+            submissions = [
+                batch.entries[i].submission._replace(contribution=sent[i].contribution)
+                for i in indices
+            ]
+            staleness = [batch.staleness[i] for i in indices]
+            weights = batch.weights and [batch.weights[i] for i in indices]
+            store.apply(submissions, staleness, weights, batch.workers)
+            if self.parted is None:
+                digest = trees.digest(store.tree(store.current))
+                self._own_hashes[store.current.number] = digest
+        self._ledger.settle(batch, now)
+        for i, entry in enumerate(batch.entries):
+            worker, (message, recorded, _) = entry.worker, sent[i]
+            applied = i in indices
+            is_before = self._rule.adopts == "before" and applied
+            version = before if is_before else store.current.number
+            self._adopted.setdefault(worker, {})[recorded] = version
+            same = applied == (message.outcome == "applied")
+            self._compare(now, worker, recorded, version, same=same)
+            rejected = entry.worker in batch.rejected
+            kind = "applied" if applied else "rejected" if rejected else "dropped"
+            counts = self._counts.setdefault(worker, {})
+            counts[kind] = counts.get(kind, 0) + 1
+            self._schedule(worker, now)
+
+    def _compare(
+        self, now: float, worker: str, recorded: int, version: int, *, same: bool = True
+    ) -> None:
+        """Compare what a worker adopted with what it would have adopted."""
+        if self.parted is None:
+            own = self._own_hashes.get(version)
+            if not same or self._recorded.hash_of(recorded) != own:
+                self.parted = Parted(now, worker, recorded, version)
