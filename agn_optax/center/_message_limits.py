@@ -124,9 +124,11 @@ class Rejections:
           norm: norm of the message; None if it was not measured.
         """
         limits = self.limits
-        for kind in ("steps", "weight"):
-            claimed, limit = getattr(submission, kind), getattr(limits, kind)
-            if limit is not None and (claimed or 0) > limit:
+        for kind, claimed, limit in (
+            ("steps", submission.steps, limits.steps),
+            ("weight", submission.weight, limits.weight),
+        ):
+            if limit is not None and claimed is not None and claimed > limit:
                 return _exceeds(kind, f"it claims {kind}={claimed:g}", limit)
         if norm is None:
             return None
