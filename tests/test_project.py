@@ -32,8 +32,9 @@ LAYERS = {
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
     "service": {"_internal", "rules", "round", "center", "worker"},
+    "simulate": {"_internal", "rules", "round", "center", "worker"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
-    "ops": {"_internal", "rules", "round", "center", "service"},
+    "ops": {"_internal", "rules", "round", "center", "service", "simulate"},
 }
 # Packages that a layer needs beyond jax, numpy, optax and the standard library.
 EXTRAS = {
@@ -343,6 +344,7 @@ def test_import_loads_no_heavy_package_and_no_backend():
         agn_optax.center,
         agn_optax.checkpoint,
         agn_optax.service,
+        agn_optax.simulate,
         agn_optax.errors,
     ],
 )

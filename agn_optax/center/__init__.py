@@ -15,6 +15,8 @@ from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
 from agn_optax.center._inspector import LOOK_INTERVAL as LOOK_INTERVAL
+from agn_optax.center._ledger import Batch as Batch
+from agn_optax.center._ledger import Ledger as Ledger
 from agn_optax.center._ledger import Member as Member
 from agn_optax.center._ledger import Totals as Totals
 from agn_optax.center._limits import Limits
