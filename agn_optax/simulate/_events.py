@@ -19,6 +19,7 @@ import enum
 import heapq
 import itertools
 import math
+import operator
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,26 +57,42 @@ class SessionEvent(enum.IntEnum):
     LEFT = 2
 
 
-# Columns of whole numbers, with a row for each message and for each event of a session.
+class Message:
+    """A message and what became of it; times are in ns, and -1 before they are known.
+
+    `Schedule` describes the attributes.
+    """
+
+    arrived = settled = received = adopted = -1
+    version = answer_version = staleness = order = workers = -1
+    steps_since = 0
+    outcome = Outcome.OPEN
+    weight = 1.0
+
+    def __init__(self, number: int, worker: _Worker, fragment: int, now: int) -> None:
+        machine = worker.machines[fragment]
+        self.number = number
+        self.worker = worker.index
+        self.fragment = fragment
+        self.session = worker.session
+        self.sequence = machine.number
+        self.steps = machine.message.steps
+        self.step_time = worker.step
+        self.began = worker.began[fragment]
+        self.sent = now
+        self.anchor_version = worker.anchors[fragment]
+
+
+# The table of messages has a row of whole numbers for each, and its weight.
 COLUMNS = (
-    *("worker", "fragment", "session", "sequence", "steps", "step_time", "began"),
-    *("sent", "anchor_version", "arrived", "settled", "received", "adopted"),
-    *("version", "answer_version", "staleness", "outcome", "order", "workers"),
-    "steps_since",
+    *("number", "worker", "fragment", "session", "sequence", "steps", "step_time"),
+    *("began", "sent", "anchor_version", "arrived", "settled", "received", "adopted"),
+    *("version", "answer_version", "staleness", "order", "workers", "steps_since"),
+    "outcome",
 )
 SESSION_COLUMNS = ("time", "worker", "session", "event")
 ROW_BYTES = 8 * (len(COLUMNS) + 1)
-
-
-class _Columns:
-    """The columns of one table."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        for name in names:
-            setattr(self, name, array("q"))
-
-    def __getattr__(self, name: str) -> Any:  # for type checkers
-        raise AttributeError(name)
+_as_row = operator.attrgetter(*COLUMNS)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -93,7 +110,8 @@ class _Worker:
     connections: list[int] = dataclasses.field(default_factory=list)  # by fragment
     machines: list[ExchangeMachine] = dataclasses.field(default_factory=list)
     anchors: list[int] = dataclasses.field(default_factory=list)  # versions
-    answers: dict[int, int] = dataclasses.field(default_factory=dict)  # rows
+    messages: list[Message | None] = dataclasses.field(default_factory=list)  # last
+    answers: dict[int, Message] = dataclasses.field(default_factory=dict)
     todo: list[int] = dataclasses.field(default_factory=list)  # see `_continue`
     turn: int = 0  # fragment that comes first if several are due
     pace: float | None = None
@@ -131,21 +149,21 @@ class Simulation:
     """One simulation.
 
     Attributes:
-      rows: a row for each message, in the order of sending.
-      weights: the factor of each message in its round; 1 without rounds.
-      sessions: a row for each event of a session.
+      rows: the rows of messages, one after another.
+      weights: the weight of each of them.
+      sessions: the rows of sessions' events.
       now: the time, ns.
       settled: number of messages that the center has settled.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._ledgers = settings.ledgers
-        self.rows: Any = _Columns(COLUMNS)
-        self.weights = array("d")
-        self.sessions: Any = _Columns(SESSION_COLUMNS)
+        self._ledgers, self._lengths = settings.ledgers, settings.lengths
+        self._dynamic = settings.dynamic
+        self.rows, self.weights = array("q"), array("d")
+        self.sessions = array("q")
         self.now = self.settled = self.events = 0
-        self._order = 0  # number of decisions on messages
+        self._sent = 0  # number of messages
         self._failures = 0  # since the last exchange
         self._heap: list[tuple[int, int, int, int, Any]] = []
         self._numbers = itertools.count()
@@ -175,8 +193,6 @@ class Simulation:
             )
         ]
         self._index = {worker.name: worker.index for worker in self.workers}
-        # Row of each worker's last message, by fragment.
-        self._last_rows: list[list[int]] = [[-1] * len(self.workers) for _ in modes]
         self._before_barrier: list[_Worker] = []
         self._groups: list[tuple[list[_Worker], Iterator[int]]] = []
         self._plan()
@@ -240,6 +256,8 @@ class Simulation:
             )
         for worker in self.workers:
             self._count_presence(worker)
+            for message in filter(None, worker.messages):
+                self._keep(message)
 
     def _why(self) -> str:
         waiting = sum(len(ledger.pending) for ledger in self._ledgers)
@@ -250,9 +268,9 @@ class Simulation:
         )
 
     def _report(self, *fractions: float) -> None:
-        if len(self.weights) > self._settings.most_rows:
+        if self._sent > self._settings.most_rows:
             raise errors.SimulationError(
-                f"the simulation has {len(self.weights)} messages after "
+                f"the simulation has {self._sent} messages after "
                 f"{self.now / 1e9:g} s, and more do not fit into memory: simulate "
                 "fewer seconds"
             )
@@ -286,9 +304,8 @@ class Simulation:
         """Send the center to a worker that starts."""
         worker.anchors = [ledger.version for ledger in self._ledgers]
         size = sum(answer for _, answer in self._settings.sizes)
-        data = worker.session
         self._transfer(
-            self._outward, now, worker, size, worker.latency, _STARTED, _SENT, data
+            self._outward, now, worker, size, _STARTED, _SENT, worker.session
         )
 
     def _started(self, now: int, index: int, number: int, session: int) -> None:
@@ -306,6 +323,7 @@ class Simulation:
         ]
         for machine in worker.machines:
             machine.start(counts=Counts())
+        worker.messages = worker.messages or [None] * len(self._ledgers)
         worker.answers, worker.todo, worker.turn = {}, [], 0
         worker.pace = None
         worker.since = now
@@ -315,9 +333,7 @@ class Simulation:
         self._advance(now, worker)
 
     def _note(self, now: int, worker: _Worker, event: SessionEvent) -> None:
-        row = now, worker.index, worker.session, int(event)
-        for name, value in zip(SESSION_COLUMNS, row, strict=True):
-            getattr(self.sessions, name).append(value)
+        self.sessions.extend((now, worker.index, worker.session, event))
 
     def _left(self, now: int, index: int, number: int, data: Any) -> None:
         worker = self.workers[index]
@@ -356,18 +372,18 @@ class Simulation:
         if worker in self._before_barrier:
             self._before_barrier.remove(worker)
         for f, ledger in enumerate(self._ledgers):
-            row = self._last_rows[f][worker.index]
-            in_transit = row >= 0 and self.rows.arrived[row] < 0
+            message = worker.messages[f] if worker.messages else None
+            is_lost = message is not None and message.arrived < 0
             if event is SessionEvent.LEFT:
                 ledger.leave(worker.name, session)
-                in_transit = row >= 0
+                is_lost = message is not None
             else:
                 connection = worker.connections[f]
                 ledger.disconnect(worker.name, session, connection, seconds)
                 lease = nanoseconds(ledger.limits.lease)
                 self._push(now + lease + 1, _DUE, worker.index, f)
-            if in_transit and self.rows.outcome[row] == Outcome.OPEN:
-                self.rows.outcome[row] = Outcome.LOST
+            if is_lost:
+                _lose(message)
 
     def _count_presence(self, worker: _Worker) -> None:
         if worker.machines:
@@ -378,23 +394,30 @@ class Simulation:
 
     def _lose_waiting(self, worker: _Worker) -> None:
         """Record that messages of a worker's ended session are not applied any more."""
-        for rows in self._last_rows:
-            row = rows[worker.index]
-            if row >= 0 and self.rows.outcome[row] == Outcome.OPEN:
-                self.rows.outcome[row] = Outcome.LOST
+        for message in worker.messages:
+            _lose(message)
+
+    def _keep(self, message: Message) -> None:
+        """Add a message to the table, after all that happens to it."""
+        self.rows.extend(_as_row(message))
+        self.weights.append(message.weight)
 
     # Workers: the actions of `Worker.exchange`.
 
     def _length(self, worker: _Worker, f: int) -> int:
-        if self._settings.dynamic is not None:
-            return self._settings.dynamic(worker.pace)
-        return self._settings.lengths[f](worker.machines[f].finished_rounds)
+        if self._dynamic is not None:
+            return self._dynamic(worker.pace)
+        return self._lengths[f](worker.machines[f].finished_rounds)
 
     def _advance(self, now: int, worker: _Worker) -> None:
         """Make local steps until the next call that may do anything."""
         left = min(
-            machine.steps_left(self._length(worker, f), is_answered=f in worker.answers)
-            for f, machine in enumerate(worker.machines)
+            [
+                machine.steps_left(
+                    self._length(worker, f), is_answered=f in worker.answers
+                )
+                for f, machine in enumerate(worker.machines)
+            ]
         )
         worker.at = now
         self._call_at(now + max(1, left) * worker.step, worker)
@@ -461,50 +484,35 @@ class Simulation:
         self._advance(now, worker)
 
     def _send(self, now: int, worker: _Worker, f: int) -> None:
-        rows, machine = self.rows, worker.machines[f]
-        row = len(self.weights)
-        rows.worker.append(worker.index)
-        rows.fragment.append(f)
-        rows.session.append(worker.session)
-        rows.sequence.append(machine.number)
-        rows.steps.append(machine.message.steps)
-        rows.step_time.append(worker.step)
-        rows.began.append(worker.began[f])
-        rows.sent.append(now)
-        rows.anchor_version.append(worker.anchors[f])
-        for column in (rows.arrived, rows.settled, rows.received, rows.adopted):
-            column.append(-1)
-        for column in (rows.version, rows.answer_version, rows.staleness, rows.order):
-            column.append(-1)
-        rows.outcome.append(Outcome.OPEN)
-        rows.workers.append(-1)
-        rows.steps_since.append(0)
-        self.weights.append(1.0)
+        last = worker.messages[f]
+        if last is not None:  # its worker has failed before it adopted the answer
+            self._keep(last)
+        message = worker.messages[f] = Message(self._sent, worker, f, now)
+        self._sent += 1
         worker.began[f] = now
         worker.step = next(worker.draws)  # of the next round
-        self._last_rows[f][worker.index] = row
         size = self._settings.sizes[f][0]
-        self._transfer(
-            self._inward, now, worker, size, worker.latency, _ARRIVED, _RECEIVED, row
-        )
+        self._transfer(self._inward, now, worker, size, _ARRIVED, _RECEIVED, message)
 
     def _adopt(self, now: int, worker: _Worker, f: int) -> None:
-        row, machine, rows = worker.answers.pop(f), worker.machines[f], self.rows
+        message, machine = worker.answers.pop(f), worker.machines[f]
         if machine.in_flight:
-            rows.steps_since[row] = machine.current.steps
+            message.steps_since = machine.current.steps
         else:
             worker.began[f] = now
-        rows.adopted[row] = now
-        worker.anchors[f] = rows.answer_version[row]
-        machine.adopt(resets=rows.outcome[row] == Outcome.REJECTED)
+        message.adopted = now
+        worker.anchors[f] = message.answer_version
+        machine.adopt(resets=message.outcome is Outcome.REJECTED)
+        worker.messages[f] = None
+        self._keep(message)
 
     def _answered(self, now: int, index: int, number: int, data: Any) -> None:
-        row, session, f, pace = data
-        worker = self.workers[index]
-        if session != worker.session or not worker.is_registered:
+        message, pace = data
+        worker, f = self.workers[index], message.fragment
+        if message.session != worker.session or not worker.is_registered:
             return
-        self.rows.received[row] = now
-        worker.answers[f] = row
+        message.received = now
+        worker.answers[f] = message
         if pace is not None:
             worker.pace = pace
         if worker.todo:
@@ -526,14 +534,13 @@ class Simulation:
         now: int,
         worker: _Worker,
         size: int,
-        latency: int,
         kind: int,
         end_kind: int,
         data: Any,
     ) -> None:
         """Plan the event at the end of a transfer."""
         if link is None or not size:
-            at = now + latency + math.ceil(1e9 * size / worker.bandwidth)
+            at = now + worker.latency + math.ceil(1e9 * size / worker.bandwidth)
             self._push(at, kind, worker.index, data)
             return
         link.start(now, size, worker.bandwidth, (worker, kind, data))
@@ -563,28 +570,29 @@ class Simulation:
 
     # The center.
 
-    def _arrived(self, now: int, index: int, number: int, row: int) -> None:
-        if self.rows.outcome[row] != Outcome.OPEN:
+    def _arrived(self, now: int, index: int, number: int, message: Message) -> None:
+        if message.outcome is Outcome.LOST:
             return  # its worker has failed meanwhile
-        self.rows.arrived[row] = now
+        message.arrived = now
         if not self._is_served:
-            self._served(now, index, number, row)
+            self._served(now, index, number, message)
             return
-        message, answer = self._settings.sizes[self.rows.fragment[row]]
-        seconds = self._seconds + math.ceil(1e9 * (message + answer) / self._rate)
-        self._free = max(now, self._free) + seconds
-        self._push(self._free, _SERVED, index, row)
+        size = sum(self._settings.sizes[message.fragment])
+        self._free = max(now, self._free) + self._seconds
+        if size:
+            self._free += math.ceil(1e9 * size / self._rate)
+        self._push(self._free, _SERVED, index, message)
 
-    def _served(self, now: int, index: int, number: int, row: int) -> None:
-        rows, worker = self.rows, self.workers[index]
-        f, session = rows.fragment[row], rows.session[row]
+    def _served(self, now: int, index: int, number: int, message: Message) -> None:
+        worker, f = self.workers[index], message.fragment
         submission = Submission(
-            rows.sequence[row], None, rows.anchor_version[row], rows.steps[row]
+            message.sequence, None, message.anchor_version, message.steps
         )
+        session = str(message.session)
         try:
-            self._ledgers[f].submit(worker.name, str(session), submission, now / 1e9)
+            self._ledgers[f].submit(worker.name, session, submission, now / 1e9)
         except errors.WorkerStateError:  # its session has ended meanwhile
-            rows.outcome[row] = Outcome.LOST
+            _lose(message)
         self._decide(now, f)
 
     def _due(self, now: int, index: int, number: int, f: int) -> None:
@@ -598,7 +606,8 @@ class Simulation:
     def _decide(self, now: int, f: int) -> None:
         """Settle the messages that are due, and send the answers."""
         ledger, seconds = self._ledgers[f], now / 1e9
-        while (batch := ledger.due(seconds)) is not None:
+        ledger.expire(seconds)
+        while ledger.pending and (batch := ledger.due(seconds)) is not None:
             before = ledger.version
             ledger.settle(batch, seconds)
             self._settle(now, f, ledger, batch, before)
@@ -617,41 +626,49 @@ class Simulation:
         self, now: int, f: int, ledger: Ledger, batch: Batch, before: int
     ) -> None:
         """Record what became of the messages of a batch, and answer them."""
-        settings, rows = self._settings, self.rows
+        settings = self._settings
         answer_bytes = settings.sizes[f][1]
         self._failures = 0
         for i, entry in enumerate(batch.entries):
             worker = self.workers[self._index[entry.worker]]
-            row = self._last_rows[f][worker.index]
-            rejection = batch.rejected.get(entry.worker)
-            rows.settled[row] = now
-            rows.staleness[row] = batch.staleness[i]
-            rows.workers[row] = batch.workers
-            rows.order[row] = self._order
-            self._order += 1
-            version = ledger.version
-            if batch.is_applied(i):
-                rows.outcome[row] = Outcome.APPLIED
-                rows.version[row] = version
-                if batch.weights is not None:
-                    self.weights[row] = batch.weights[i]
-                if settings.adopts_before:
-                    version = before
-            elif rejection is not None:
-                rows.outcome[row] = Outcome.REJECTED
-            else:
-                rows.outcome[row] = Outcome.DROPPED
+            message, rejection = worker.messages[f], batch.rejected.get(entry.worker)
+            assert message is not None
+            message.settled = now
+            message.staleness = batch.staleness[i]
+            message.workers = batch.workers
+            message.order = self.settled
             self.settled += 1
+            message.answer_version = ledger.version
+            if batch.is_applied(i):
+                message.outcome = Outcome.APPLIED
+                message.version = ledger.version
+                if batch.weights is not None:
+                    message.weight = batch.weights[i]
+                if settings.adopts_before:
+                    message.answer_version = before
+            elif rejection is not None:
+                message.outcome = Outcome.REJECTED
+            else:
+                message.outcome = Outcome.DROPPED
             if not worker.is_registered:
                 continue
             if rejection is not None and rejection.is_last:
                 # Its worker gets an error instead of an answer, and leaves.
                 self._push(now, _LEFT, worker.index)
                 continue
-            rows.answer_version[row] = version
             pace = None if settings.dynamic is None else ledger.pace(entry.worker)
-            data = row, rows.session[row], f, pace
             self._transfer(
-                *(self._outward, now, worker, answer_bytes, worker.latency),
-                *(_ANSWERED, _SENT, data),
+                self._outward,
+                now,
+                worker,
+                answer_bytes,
+                _ANSWERED,
+                _SENT,
+                (message, pace),
             )
+
+
+def _lose(message: Message | None) -> None:
+    """Record that an open message will not be applied."""
+    if message is not None and message.outcome is Outcome.OPEN:
+        message.outcome = Outcome.LOST

@@ -369,12 +369,15 @@ def _result(
     seed: int,
     sizes: Sequence[tuple[int, int]],
 ) -> Schedule:
-    def arrays(columns: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
-        return {n: np.array(getattr(columns, n), np.int64) for n in names}
+    def columns(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+        rows = np.frombuffer(table, np.int64).reshape(-1, len(names))
+        return dict(zip(names, rows.T.copy(), strict=True))
 
-    rows = arrays(simulation.rows, COLUMNS)
+    rows = columns(simulation.rows, COLUMNS)
     rows["weight"] = np.array(simulation.weights, np.float64)
-    sessions = arrays(simulation.sessions, SESSION_COLUMNS)
+    order = np.argsort(rows.pop("number"))  # rows are written at the messages' ends
+    rows = {name: column[order] for name, column in rows.items()}
+    sessions = columns(simulation.sessions, SESSION_COLUMNS)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((seed, names, sizes, simulation.now)).encode())
     for column in (*rows.values(), *sessions.values()):
