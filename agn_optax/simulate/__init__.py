@@ -2,7 +2,8 @@
 
 `schedule` computes who exchanges when, without arrays: workers' speeds, links, the
 center's host and failures are those of a `Cluster`, and every decision is made by the
-real ledger, modes and exchange machines under a virtual clock.
+real ledger, modes and exchange machines under a virtual clock. `execute` then computes
+the numbers of a schedule, in the programs of real workers and centers; `run` does both.
 """
 
 from agn_optax.simulate._cluster import (
@@ -18,7 +19,9 @@ from agn_optax.simulate._cluster import (
     Speed,
 )
 from agn_optax.simulate._events import Outcome, SessionEvent
+from agn_optax.simulate._execute import execute, run
 from agn_optax.simulate._schedule import Schedule, schedule
+from agn_optax.simulate._traces import Traces
 
 __all__ = [
     "CenterHost",
@@ -34,5 +37,8 @@ __all__ = [
     "Schedule",
     "SessionEvent",
     "Speed",
+    "Traces",
+    "execute",
+    "run",
     "schedule",
 ]

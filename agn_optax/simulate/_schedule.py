@@ -77,6 +77,7 @@ class Schedule:
         each begin and end of a session.
       present: nanoseconds of each worker in sessions.
       busy: nanoseconds of each worker in local steps.
+      rule, mode, limits, overlap: the arguments of `schedule`, for `execute`.
     """
 
     names: tuple[str, ...]
@@ -110,6 +111,10 @@ class Schedule:
     sessions: dict[str, np.ndarray]
     present: np.ndarray
     busy: np.ndarray
+    rule: Rule | None
+    mode: Mode
+    limits: Limits
+    overlap: bool
 
     def __len__(self) -> int:
         """The number of messages."""
@@ -287,7 +292,8 @@ def schedule(
         )
     )
     simulation.run()
-    return _result(simulation, names, seed, sizes)
+    arguments = {"rule": rule, "mode": mode, "limits": limits, "overlap": overlap}
+    return _result(simulation, names, seed, sizes, arguments)
 
 
 def _check_start(workers: int, limits: Limits, barrier: int) -> None:
@@ -368,6 +374,7 @@ def _result(
     names: tuple[str, ...],
     seed: int,
     sizes: Sequence[tuple[int, int]],
+    arguments: dict[str, Any],
 ) -> Schedule:
     def columns(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
         rows = np.frombuffer(table, np.int64).reshape(-1, len(names))
@@ -394,4 +401,5 @@ def _result(
         present=np.array([w.present for w in simulation.workers], np.int64),
         busy=np.array([w.busy for w in simulation.workers], np.int64),
         **rows,
+        **arguments,
     )

@@ -1,0 +1,344 @@
+"""The rounds of simulated workers, in the programs of real ones.
+
+`Rounds.message` makes a worker's next message: it adopts the answer to the last one,
+makes the local steps of the round and encodes its contribution, by calling the programs
+of `agn_optax.worker` one after another. Called directly, these are the programs that a
+real worker runs. `Batches` traces the same function for many workers at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agn_optax._internal import trees
+from agn_optax.round import steps as rounds
+from agn_optax.rules import Rule
+from agn_optax.worker import programs
+
+PyTree = Any
+
+_WIDTH = 32  # messages that are made by one call of a program
+_BATCH_BYTES = 1 << 28  # bytes of their workers
+
+
+class Begin(enum.Enum):
+    """How a round begins."""
+
+    STARTED = "the worker adopts its first center"
+    APPLIED = "the worker adopts the answer to a message that was applied"
+    DROPPED = "the worker adopts the answer to a message that was dropped"
+    REJECTED = "the worker is reset after a rejection"
+    REJECTED_AGAIN = "the worker is reset after two rejections in a row"
+
+    @property
+    def resets(self) -> bool:
+        """True if the worker is reset to the center."""
+        return self in (Begin.REJECTED, Begin.REJECTED_AGAIN)
+
+
+class Kind(NamedTuple):
+    """The actions of a round."""
+
+    begin: Begin
+    is_late: bool = False  # whether the answer is adopted after further local steps
+    in_background: bool = False  # whether local steps follow before the next answer
+
+
+class Loop(NamedTuple):
+    """A worker between its messages; fields that no later round needs are None."""
+
+    params: PyTree
+    state: PyTree  # `LocalState`, after its last message
+    contribution: PyTree  # the last message
+    sent: PyTree  # `rounds.Sent` of the last message
+    anchor: PyTree  # anchor of the last message
+
+
+class Plan(NamedTuple):
+    """The local steps of a round."""
+
+    worker: int
+    first: int  # number of local steps that the worker has made before
+    late: int  # local steps before the answer is adopted
+    steps: int  # local steps after that
+
+
+class Made(NamedTuple):
+    """A message that was made."""
+
+    contribution: PyTree
+    loss: Any  # mean loss of its local steps
+    norm: Any  # its norm; None if the message depends on the newest center
+
+
+class Rounds:
+    """The rounds of all workers of a run.
+
+    Args:
+      rule: the rule.
+      inner: the inner optimizer.
+      loss: parameters and a batch -> scalar.
+      data: number of a worker and of its local step, two int32 scalars -> batch.
+      params: parameters of a worker, for their shapes and dtypes.
+      mixing: ``mixing`` of the workers.
+      overlap: whether messages are sent in the background.
+      keeps_contribution: whether a message may be rejected.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        inner: optax.GradientTransformation,
+        loss: Callable[[PyTree, PyTree], jax.Array],
+        data: Callable[[Any, Any], PyTree],
+        params: PyTree,
+        *,
+        mixing: float,
+        overlap: bool,
+        keeps_contribution: bool,
+    ) -> None:
+        self.rule, self.overlap, self.params = rule, overlap, params
+        self._programs = programs(rule, inner, 0, mixing)
+        self._data = jax.jit(data)
+        gradient = jax.value_and_grad(loss)
+
+        def step(
+            params: PyTree, state: PyTree, batch: PyTree
+        ) -> tuple[PyTree, PyTree, jax.Array]:
+            value, grads = gradient(params, batch)
+            updates, state = self._programs.tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        self._step = jax.jit(step)
+        self._keeps_contribution = (
+            overlap or keeps_contribution or self._programs.restore_residual is not None
+        )
+        self._keeps_anchor = overlap and self._programs.holds_anchor
+
+    def batch_like(self) -> PyTree:
+        """Return the shapes and dtypes of a batch."""
+        return jax.eval_shape(self._data, np.int32(0), np.int32(0))
+
+    def check_loss(self) -> Any:
+        """Return the shape of the loss; raises what the function raises."""
+        _, _, loss = jax.eval_shape(
+            self._step,
+            *jax.eval_shape(self._programs.start, self.params, self.params),
+            self.batch_like(),
+        )
+        return loss
+
+    def message(
+        self, kind: Kind, loop: Loop | None, center: PyTree, plan: Plan
+    ) -> tuple[Loop, PyTree, Any]:
+        """Make the next message of a worker.
+
+        Args:
+          kind: the actions of the round.
+          loop: the worker after its last message; None if it starts.
+          center: the center that it adopts.
+          plan: its local steps.
+
+        Returns:
+          The worker, the contribution, and the mean loss of the local steps.
+        """
+        run, total = self._programs, np.float32(0)
+        if kind.begin is Begin.STARTED:
+            params, state = run.start(center, self.params)
+        else:
+            assert loop is not None
+            params, state = loop.params, loop.state
+            if kind.is_late:
+                params, state, total = self._steps(
+                    params, state, plan.worker, plan.first, plan.late
+                )
+            params, state = self._adopt(kind, loop, params, state, center)
+        first = plan.first + plan.late
+        params, state, later = self._steps(
+            params, state, plan.worker, first, plan.steps
+        )
+        anchor = center if run.holds_anchor else None
+        sent = None
+        if kind.in_background:
+            spare, *_ = run.contribute(state, params, anchor)
+            copied = params if run.keeps_sent else None
+            contribution, sent, state, _ = run.send(
+                trees.copy((spare, copied)), params, state, anchor
+            )
+        else:
+            contribution, codec_state, _ = run.contribute(state, params, anchor)
+            state = state._replace(codec_state=codec_state)
+            if self.overlap:  # every round returns the same tree
+                copied = params if run.keeps_sent else None
+                sent = rounds.Sent(copied, state.local_steps)
+        kept = contribution if self._keeps_contribution else None
+        anchor = anchor if self._keeps_anchor else None
+        loss = (total + later) / _as_float(plan.late + plan.steps)
+        return Loop(params, state, kept, sent, anchor), contribution, loss
+
+    def _adopt(
+        self, kind: Kind, loop: Loop, params: PyTree, state: PyTree, center: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Adopt the answer to the last message, as `FragmentWorker` does."""
+        run = self._programs
+        if kind.begin.resets:
+            is_second = kind.begin is Begin.REJECTED_AGAIN
+            residual = "discarded" if is_second else "restored"
+            return run.reset(
+                params, state, loop.contribution, center, residual=residual
+            )
+        if kind.begin is Begin.DROPPED and run.restore_residual is not None:
+            state = run.restore_residual(state, loop.contribution)
+        if kind.is_late:
+            return run.receive(
+                params, state, loop.contribution, loop.sent, loop.anchor, center
+            )
+        return run.adopt(params, state, center)
+
+    def _steps(
+        self, params: PyTree, state: PyTree, worker: Any, first: Any, count: Any
+    ) -> tuple[PyTree, PyTree, Any]:
+        """Make local steps, and return the sum of their losses, too."""
+        if isinstance(count, int):
+            total = np.float32(0)
+            for step in range(first, first + count):
+                batch = self._data(np.int32(worker), np.int32(step))
+                params, state, loss = self._step(params, state, batch)
+                total = total + loss.astype(np.float32)
+            return params, state, total
+
+        def body(i: Any, carry: Any) -> Any:
+            params, state, total = carry
+            batch = self._data(worker, first + i)
+            params, state, loss = self._step(params, state, batch)
+            return params, state, total + loss.astype(np.float32)
+
+        return jax.lax.fori_loop(0, count, body, (params, state, jnp.float32(0)))
+
+    def start(self) -> Loop:
+        """Return a worker that has started, with arrays for all fields."""
+        run, params = self._programs, self.params
+        copied, state = run.start(params, params)
+        contribution, _, _ = run.contribute(state, copied, params)
+        sent = rounds.Sent(copied if run.keeps_sent else None, state.local_steps)
+        return Loop(
+            copied,
+            state,
+            contribution if self._keeps_contribution else None,
+            sent if self.overlap else None,
+            params if self._keeps_anchor else None,
+        )
+
+
+class OneByOne:
+    """Messages made worker by worker, in the programs of `Worker` itself."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._loops: dict[int, Loop] = {}
+
+    def make(self, kind: Kind, centers: Sequence[PyTree], plans: Sequence[Plan]) -> Any:
+        """Make messages of different workers, and return them as `Made`."""
+        made = []
+        for center, plan in zip(centers, plans, strict=True):
+            loop = self._loops.pop(plan.worker, None)
+            loop, contribution, loss = self._rounds.message(kind, loop, center, plan)
+            self._loops[plan.worker] = loop
+            made.append(Made(contribution, loss, None))
+        return made
+
+
+class Batches:
+    """Messages made together, by one program for a fixed number of workers.
+
+    Args:
+      rounds: the rounds.
+      workers: number of workers.
+      is_uniform: whether all rounds have the same plan of local steps.
+      width: messages that are made together.
+    """
+
+    def __init__(
+        self, rounds: Rounds, workers: int, *, is_uniform: bool, width: int | None
+    ) -> None:
+        self._rounds = rounds
+        first = rounds.start()
+        self.width = width or width_for(trees.nbytes(first), workers)
+        self._padding = workers  # the last row is of no worker
+        # The rows of all workers, which the programs overwrite.
+        self._loops = jax.tree.map(
+            lambda x: jnp.repeat(x[None], workers + 1, axis=0), first
+        )
+        steps = None if is_uniform else 0
+        self._axes = (0, 0, Plan(worker=0, first=0, late=steps, steps=steps))
+        self._program = functools.cache(self._compiled)
+
+    def make(self, kind: Kind, centers: Sequence[PyTree], plans: Sequence[Plan]) -> Any:
+        """Make messages of different workers, and return them as `Made`."""
+        made = []
+        for begin in range(0, len(plans), self.width):
+            part = slice(begin, begin + self.width)
+            made += self._make(kind, [*centers[part]], [*plans[part]])
+        return made
+
+    def _make(self, kind: Kind, centers: list[PyTree], plans: list[Plan]) -> list[Made]:
+        count = len(plans)
+        missing = self.width - count
+        plans = plans + [plans[0]._replace(worker=self._padding)] * missing
+        centers = centers + [centers[0]] * missing
+        center = jax.tree.map(lambda *leaves: np.stack(leaves), *centers)
+        columns = [np.array(column, np.int32) for column in zip(*plans, strict=True)]
+        plan = Plan(
+            *[
+                column if axis == 0 else column[0]
+                for column, axis in zip(columns, self._axes[-1], strict=True)
+            ]
+        )
+        self._loops, found = self._program(kind)(self._loops, columns[0], center, plan)
+        contributions, losses, norms = jax.device_get(found)
+        # Copies, as one message that waits would keep the arrays of all.
+        return [
+            Made(
+                jax.tree.map(lambda leaf: leaf[i].copy(), contributions),  # noqa: B023
+                losses[i],
+                None if norms is None else norms[i],
+            )
+            for i in range(count)
+        ]
+
+    def _compiled(self, kind: Kind) -> Any:
+        rule = self._rounds.rule
+
+        def message(loop: Loop, center: PyTree, plan: Plan) -> Any:
+            loop, contribution, loss = self._rounds.message(kind, loop, center, plan)
+            norm = None
+            if rule.message is None:
+                norm = optax.tree.norm(rounds.message_of(rule, contribution, center))
+            return loop, (contribution, loss, norm)
+
+        def program(loops: Loop, rows: Any, center: PyTree, plan: Plan) -> Any:
+            old = jax.tree.map(lambda leaf: leaf[rows], loops)
+            new, found = jax.vmap(message, in_axes=self._axes)(old, center, plan)
+            loops = jax.tree.map(lambda x, y: x.at[rows].set(y), loops, new)
+            return loops, found
+
+        return jax.jit(program, donate_argnums=0)
+
+
+def _as_float(count: Any) -> Any:
+    return np.float32(count) if isinstance(count, int) else count.astype(np.float32)
+
+
+def width_for(nbytes: int, workers: int) -> int:
+    """Return the number of workers, with this many bytes each, that run together."""
+    fits = max(1, _BATCH_BYTES // max(nbytes, 1))
+    width = min(_WIDTH, workers, fits)
+    return 1 << (width - 1).bit_length() if width == workers else width
