@@ -55,7 +55,6 @@ def run(
     period: Any,
     seed: int = 0,
     exact: bool = False,
-    mixing: float = 0.0,
     evaluate: Callable[[PyTree], Any] | None = None,
     every: int = 100,
     target: float | None = None,
@@ -74,7 +73,6 @@ def run(
       period: the period of a `Worker`.
       seed: seed of the schedule; the seed of the data is a matter of ``data``.
       exact: see `execute`.
-      mixing: see `execute`.
       evaluate: see `execute`.
       every: see `execute`.
       target: see `execute`.
@@ -125,7 +123,6 @@ def run(
         data,
         params,
         exact=exact,
-        mixing=mixing,
         evaluate=evaluate,
         every=every,
         target=target,
@@ -141,7 +138,6 @@ def execute(
     params: PyTree,
     *,
     exact: bool = False,
-    mixing: float = 0.0,
     evaluate: Callable[[PyTree], Any] | None = None,
     every: int = 100,
     target: float | None = None,
@@ -171,7 +167,6 @@ def execute(
         `Worker`, called as a real worker calls them. The results are then, bit for
         bit, those of real workers at a `LocalCenter` with these exchanges. They agree
         with those of ``exact=False`` to rounding.
-      mixing: ``mixing`` of the workers.
       evaluate: parameters -> a number, such as the loss on other data; called with
         versions of the center.
       every: number of versions between two evaluations.
@@ -201,7 +196,6 @@ def execute(
     check.float_leaves(params, "params")
     check.positive_int(every, "every")
     check.whole_number(width, "width", least=1)
-    check.rate(mixing, "mixing", low=0.0, high=1.0, high_open=True)
     if target is not None and evaluate is None:
         raise errors.InvalidArgumentError("target needs evaluate=, got None")
     params = trees.copy(params)
@@ -211,7 +205,6 @@ def execute(
         loss,
         data,
         params,
-        mixing=mixing,
         overlap=planned.overlap,
         keeps_contribution=bool(np.any(planned.outcome == Outcome.REJECTED)),
     )
@@ -343,15 +336,16 @@ class _Execution:
 
     def _groups(self) -> Iterator[list[int]]:
         """Yield the rows that are settled by one version, or while it is current."""
-        planned, group, last = self._planned, list[int](), -1
+        planned, group, workers, last = self._planned, list[int](), set[int](), -1
         for row in self._rows.tolist():
-            made = int(planned.version[row])
+            made, worker = int(planned.version[row]), int(planned.worker[row])
             version = made if made >= 0 else int(planned.answer_version[row])
-            if group and version != last:
-                yield group
-                group = []
+            if version != last or worker in workers:
+                if group:
+                    yield group
+                group, workers, last = [], set(), version
             group.append(row)
-            last = version
+            workers.add(worker)
         if group:
             yield group
 

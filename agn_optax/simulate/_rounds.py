@@ -88,7 +88,6 @@ class Rounds:
       loss: parameters and a batch -> scalar.
       data: number of a worker and of its local step, two int32 scalars -> batch.
       params: parameters of a worker, for their shapes and dtypes.
-      mixing: ``mixing`` of the workers.
       overlap: whether messages are sent in the background.
       keeps_contribution: whether a message may be rejected.
     """
@@ -101,12 +100,11 @@ class Rounds:
         data: Callable[[Any, Any], PyTree],
         params: PyTree,
         *,
-        mixing: float,
         overlap: bool,
         keeps_contribution: bool,
     ) -> None:
         self.rule, self.overlap, self.params = rule, overlap, params
-        self._programs = programs(rule, inner, 0, mixing)
+        self._programs = programs(rule, inner)
         self._data = jax.jit(data)
         gradient = jax.value_and_grad(loss)
 
