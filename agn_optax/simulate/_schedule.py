@@ -381,7 +381,7 @@ def _result(
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((seed, names, sizes, simulation.now)).encode())
     for column in (*rows.values(), *sessions.values()):
-        digest.update(column)
+        digest.update(column.tobytes())
     return Schedule(
         names=names,
         seed=seed,
