@@ -197,7 +197,8 @@ def _progress(quiet: bool) -> Iterator[Callable[[float], None]]:
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _rate(options: ClusterOptions, name: str) -> float | None:
