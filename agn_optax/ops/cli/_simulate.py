@@ -14,12 +14,13 @@ import rich.progress
 import rich.table
 import typer
 
-from agn_optax import dynamic_period, errors, simulate
+from agn_optax import errors, simulate
 from agn_optax.ops import planning, units
 from agn_optax.ops.cli import _center_options, _options, _rules, _run_file, _table
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.round import dynamic_period
 from agn_optax.simulate import Schedule
 
 _UNLIMITED = 1e18  # bytes per second
