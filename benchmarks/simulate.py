@@ -3,8 +3,9 @@
 The real runs have a center and workers in processes of their own. A local step is a
 computation and a pause up to the step's time, so that the load of the machine hardly
 matters. The simulator gets these times, the bandwidth of the link, and two numbers that
-are measured before: the time of an exchange of one worker alone, and how many exchanges
-a second the center makes for all workers together.
+are measured before: the seconds of a call that exchanges, of one worker alone, and how
+many exchanges a second the center makes for all workers together. The spread of the
+steps' times is measured before, too.
 
 "exchanges a second" and "staleness" (the mean) are of all workers; "distance" is half
 of the sum of the differences between the two histograms of staleness, as fractions.
@@ -37,7 +38,8 @@ from agn_optax.center import Asynchronous, BoundedStaleness, Mode, Synchronous
 
 TIMES = ("began", "sent", "arrived", "settled", "received", "adopted")
 PERIOD = 10
-WARM_UP = 3  # rounds before the window
+WARM_UP = 3  # rounds before all measurements
+CALIBRATION = 5.0  # s, for each measurement before the window
 MODES: dict[str, Any] = {
     "asynchronous": {},
     "overlap": {"overlap": True},
@@ -64,12 +66,21 @@ CASES = {
 }
 
 
-class Measured(NamedTuple):
-    """What the workers of a run did: a list for each worker."""
+class Rounds(NamedTuple):
+    """What a worker did: numbers of each round."""
 
-    staleness: list[list[int]]  # of its messages
-    waited: list[float]  # seconds
-    seconds: float
+    staleness: list[int]
+    steps: list[float]  # seconds of local steps
+    waited: list[float]  # seconds in the call that exchanged
+    last: float = 0.0  # seconds in a call that the end of the window interrupted
+
+
+class Calibration(NamedTuple):
+    """What is measured before a run."""
+
+    speeds: list[simulate.Speed]
+    alone: float  # seconds of a call that exchanges, of one worker alone
+    together: float  # exchanges a second of all workers
 
 
 _served: dict[str, Any] = {}  # in the process of the center
@@ -113,47 +124,46 @@ def join(address: str, name: str, size: int, step: float) -> None:
     rounds(WARM_UP, step)
 
 
-def rounds(count: int | None, step: float, end: float = 0.0) -> Any:
-    """Make rounds; return staleness and seconds in calls that exchange."""
+def rounds(count: int | None, step: float, end: float = 0.0) -> Rounds:
+    """Make a number of rounds, or those until a time."""
     worker, update, loop = (_worker[key] for key in ("worker", "update", "loop"))
-    found, waited = [], 0.0
-    while count is None or len(found) < count:
-        due = time.monotonic()
+    found = Rounds([], [], [])
+    while count is None or len(found.steps) < count:
+        begun = due = time.monotonic()
         for _ in range(PERIOD):
             loop = jax.block_until_ready(update(*loop))
             due += step
-            time.sleep(max(0.0, min(due, end or due) - time.monotonic()))
+            time.sleep(max(0.0, due - time.monotonic()))
+            sent = time.monotonic()
+            loop = jax.block_until_ready(worker.exchange(*loop))
             if end and time.monotonic() >= end:
                 _worker["loop"] = loop
-                return found, waited
-            begun = time.monotonic()
-            loop = jax.block_until_ready(worker.exchange(*loop))
+                return found._replace(last=max(0.0, end - sent))
         now = time.monotonic()
-        waited += min(now, end or now) - begun
-        found.append(worker.staleness)
+        found.steps.append(sent - begun)
+        found.waited.append(now - sent)
+        found.staleness.append(worker.staleness)
     _worker["loop"] = loop
-    return found, waited
-
-
-def work(start: float, end: float) -> tuple[list[int], float]:
-    """Make rounds in a window of time."""
-    time.sleep(max(0.0, start - time.monotonic()))
-    found: tuple[list[int], float] = rounds(None, _worker["step"], end)
     return found
 
 
-def exchange_for(seconds: float) -> tuple[int, float]:
-    """Exchange without steps; return how often, and the median seconds of a call."""
+def work(seconds: float, start: float = 0.0) -> Rounds:
+    """Make rounds for a while, from a time on."""
+    time.sleep(max(0.0, start - time.monotonic()))
+    return rounds(None, _worker["step"], (start or time.monotonic()) + seconds)
+
+
+def exchange_for(seconds: float) -> int:
+    """Exchange without steps; return how often."""
     session = _worker["center"].join(f"{_worker['worker'].name}-bare")
-    ones = jax.tree.map(jnp.ones_like, _worker["loop"][0])
-    message = agn_optax.center.Submission(1, ones, anchor_version=0)
-    end, times = time.monotonic() + seconds, []
-    while (begun := time.monotonic()) < end:
-        message = message._replace(sequence=len(times) + 1)
+    small = jax.tree.map(lambda x: jnp.full_like(x, 1e-5), _worker["loop"][0])
+    end, done = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        done += 1
+        message = agn_optax.center.Submission(done, small, anchor_version=0)
         jax.block_until_ready(session.exchange(message).params)
-        times.append(time.monotonic() - begun)
     session.leave()
-    return len(times), float(np.median(times))
+    return done
 
 
 def leave() -> None:
@@ -195,11 +205,12 @@ class Simulate(
 
     def compare(self, case: Case) -> Row:
         """Return a table row of a real run and its simulation."""
-        alone, together, real = self.real(case)
-        host = min(alone, 1 / together)
+        calibration, real = self.real(case)
+        alone = calibration.alone
+        host = min(alone, 1 / calibration.together)
         cluster = simulate.Cluster(
             workers=len(case.steps),
-            speed=[*map(simulate.Fixed, case.steps)],
+            speed=calibration.speeds,
             link=simulate.Link(latency=alone - host),
             center=simulate.CenterHost(seconds=host, bandwidth=case.bandwidth),
         )
@@ -212,17 +223,18 @@ class Simulate(
             seconds=self.window,
         )
         adopted = found.adopted >= 0
-        count = sum(map(len, real.staleness))
-        stale = np.concatenate([np.array(s, int) for s in real.staleness])
-        waiting = sum(real.waited) / real.seconds / len(case.steps)
+        stale = np.concatenate([np.array(each.staleness, int) for each in real])
+        measured = len(stale) / self.window
+        waited = sum(sum(each.waited) + each.last for each in real)
+        waiting = waited / self.window / len(case.steps)
         simulated = float(found.waiting.sum() / self.window / len(case.steps))
         ours = found.staleness[adopted]
         most = 1 + max(stale.max(), ours.max())
         histograms = [np.bincount(s, minlength=most) / len(s) for s in (stale, ours)]
         return {
-            "exchanges a second": count / real.seconds,
+            "exchanges a second": measured,
             "simulated": adopted.sum() / self.window,
-            "error %": 100 * (adopted.sum() / self.window / (count / real.seconds) - 1),
+            "error %": 100 * (adopted.sum() / self.window / measured - 1),
             "staleness": float(stale.mean()),
             "simulated ": float(ours.mean()),
             "distance %": 50 * float(np.abs(histograms[0] - histograms[1]).sum()),
@@ -233,8 +245,8 @@ class Simulate(
             "ms of the center": 1e3 * host,
         }
 
-    def real(self, case: Case) -> tuple[float, float, Measured]:
-        """Return the seconds of an exchange alone, exchanges a second, and a run."""
+    def real(self, case: Case) -> tuple[Calibration, list[Rounds]]:
+        """Return what is measured before a run, and the run."""
         center = self.use(Process())
         crew = [self.use(Process()) for _ in case.steps]
 
@@ -242,29 +254,31 @@ class Simulate(
             submitted = [each.submit(function, *arguments) for each in crew]
             return [answer.result() for answer in submitted]
 
-        def start(address: str, size: int) -> None:
+        def start(address: str) -> None:
             joining = [
-                each.submit(join, address, f"worker-{i}", size, step)
+                each.submit(join, address, f"worker-{i}", case.size, step)
                 for i, (each, step) in enumerate(zip(crew, case.steps, strict=True))
             ]
             for each in joining:
                 each.result()
 
-        plain = case._replace(mode=None)
-        start(center.call(serve, plain, False), case.size)
-        seconds = min(2.0, self.window)
-        alone = crew[0].call(exchange_for, seconds)[1]
-        together = sum(n for n, _ in all_of(exchange_for, seconds)) / seconds
+        seconds = min(CALIBRATION, self.window)
+        start(center.call(serve, case._replace(mode=None), False))
+        alone = float(np.median(crew[0].call(work, seconds).waited))
+        together = sum(all_of(exchange_for, seconds)) / seconds
+        steps = [np.array(each.steps) / PERIOD for each in all_of(work, seconds)]
+        speeds: list[simulate.Speed] = [
+            simulate.LogNormal(float(np.median(s)), float(np.log(s).std()))
+            for s in steps
+        ]
         all_of(leave)
         center.call(close)
-        start(center.call(serve, case, True), case.size)
-        begin = time.monotonic() + 0.2
-        found = all_of(work, begin, begin + self.window)
-        staleness, waited = (list(each) for each in zip(*found, strict=True))
+        start(center.call(serve, case, True))
+        found = all_of(work, self.window, time.monotonic() + 0.2)
         all_of(leave)
         center.call(close)
         self.stack.close()
-        return alone, together, Measured(staleness, waited, self.window)
+        return Calibration(speeds, alone, together), found
 
     def cases(self) -> list[tuple[int, str]]:
         """Return the simulations to be timed."""
