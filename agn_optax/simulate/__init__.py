@@ -18,6 +18,7 @@ from agn_optax.simulate._cluster import (
     Speed,
 )
 from agn_optax.simulate._events import Outcome, SessionEvent
+from agn_optax.simulate._numbers import Trained, run
 from agn_optax.simulate._schedule import Schedule, schedule
 
 __all__ = [
@@ -34,5 +35,7 @@ __all__ = [
     "Schedule",
     "SessionEvent",
     "Speed",
+    "Trained",
+    "run",
     "schedule",
 ]

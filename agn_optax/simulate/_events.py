@@ -82,6 +82,7 @@ class Message:
         self.began = worker.began[fragment]
         self.sent = now
         self.anchor_version = worker.anchors[fragment]
+        self.in_background = machine.sends_in_background
 
 
 # The table of messages has a row of whole numbers for each, and its weight.
@@ -89,7 +90,7 @@ COLUMNS = (
     *("number", "worker", "fragment", "session", "sequence", "steps", "step_time"),
     *("began", "sent", "anchor_version", "arrived", "settled", "received", "adopted"),
     *("version", "answer_version", "staleness", "order", "workers", "steps_since"),
-    "outcome",
+    *("in_background", "outcome"),
 )
 SESSION_COLUMNS = ("time", "worker", "session", "event")
 ROW_BYTES = 8 * (len(COLUMNS) + 1)
@@ -470,9 +471,8 @@ class Simulation:
                 self._adopt(now, worker, f)
             if not waits and machine.must_act(self._length(worker, f)):
                 machine.prepare()
-                is_in_background = machine.sends_in_background
-                self._send(now, worker, f)
-                if not is_in_background:
+                message = self._send(now, worker, f)
+                if not message.in_background:
                     return
                 machine.send()
             todo.pop(0)
@@ -480,7 +480,7 @@ class Simulation:
             machine.end_call(returned=True)
         self._advance(now, worker)
 
-    def _send(self, now: int, worker: _Worker, f: int) -> None:
+    def _send(self, now: int, worker: _Worker, f: int) -> Message:
         last = worker.messages[f]
         if last is not None:  # its worker has failed before it adopted the answer
             self._keep(last)
@@ -490,6 +490,7 @@ class Simulation:
         worker.step = next(worker.draws)  # of the next round
         size = self._settings.sizes[f][0]
         self._transfer(self._inward, now, worker, size, _ARRIVED, message)
+        return message
 
     def _adopt(self, now: int, worker: _Worker, f: int) -> None:
         message, machine = worker.answers.pop(f), worker.machines[f]

@@ -50,6 +50,7 @@ class Schedule:
         arguments give the same digest in any process of one machine.
       duration: seconds that were simulated.
       events: number of events that were simulated.
+      combines: whether the center applies messages in rounds.
       message_bytes: bytes of a message of each fragment.
       answer_bytes: bytes of an answer of each fragment.
       worker: index of the worker.
@@ -72,6 +73,7 @@ class Schedule:
       order: number of the center's decision on the message.
       workers: registered workers at that time.
       steps_since: local steps between sending and adopting the answer.
+      in_background: 1 if local steps go on while the message is in flight.
       weight: factor of the message in its round; 1 without rounds.
       sessions: ``time``, ``worker``, ``session`` and ``event`` (a `SessionEvent`) of
         each begin and end of a session.
@@ -84,6 +86,7 @@ class Schedule:
     digest: str
     duration: float
     events: int
+    combines: bool
     message_bytes: tuple[int, ...]
     answer_bytes: tuple[int, ...]
     worker: np.ndarray
@@ -106,6 +109,7 @@ class Schedule:
     order: np.ndarray
     workers: np.ndarray
     steps_since: np.ndarray
+    in_background: np.ndarray
     weight: np.ndarray
     sessions: dict[str, np.ndarray]
     present: np.ndarray
@@ -287,7 +291,7 @@ def schedule(
         )
     )
     simulation.run()
-    return _result(simulation, names, seed, sizes)
+    return _result(simulation, names, seed, sizes, combines=mode.combines)
 
 
 def _check_start(workers: int, limits: Limits, barrier: int) -> None:
@@ -368,6 +372,8 @@ def _result(
     names: tuple[str, ...],
     seed: int,
     sizes: Sequence[tuple[int, int]],
+    *,
+    combines: bool,
 ) -> Schedule:
     def columns(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
         rows = np.frombuffer(table, np.int64).reshape(-1, len(names))
@@ -388,6 +394,7 @@ def _result(
         digest=digest.hexdigest(),
         duration=simulation.now / 1e9,
         events=simulation.events,
+        combines=combines,
         message_bytes=tuple(message for message, _ in sizes),
         answer_bytes=tuple(answer for _, answer in sizes),
         sessions=sessions,
