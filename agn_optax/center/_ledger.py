@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -101,7 +102,7 @@ class Totals(NamedTuple):
 _NO_TOTALS = Totals()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Member:
     """The ledger's record of a worker."""
 
@@ -500,14 +501,14 @@ class Ledger:
 
     def settle(self, batch: Batch, now: float) -> None:
         """Record that the messages of a batch were applied, dropped or rejected."""
-        to_apply = batch.indices_to_apply
-        self.version += bool(to_apply)
+        applied = [*map(batch.is_applied, range(len(batch.entries)))]
+        self.version += any(applied)
         for i, entry in enumerate(batch.entries):
             worker, message = entry.worker, entry.submission
             del self.pending[worker]
             member = self._registered[worker]
             rejection = batch.rejected.get(worker)
-            delivered = batch.is_applied(i)
+            delivered = applied[i]
             member.began = now
             member.recent.add(now, delivered, message.steps)
             member.totals = member.totals.plus(message, delivered=delivered)
@@ -526,15 +527,17 @@ class Ledger:
             member.applied = delivered
             member.rejection_reason = "" if rejection is None else rejection.reason
             if batch.applies:  # a rejected message counts as a round
+                self._count(member.rounds + 1, 1)
+                self._count(member.rounds, -1)
                 member.rounds += 1
-                self._count(member.rounds, 1)
-                self._count(member.rounds - 1, -1)
             if member.applied:
                 member.exchanges += 1
                 member.consecutive_rejections = 0
             elif rejection is None:
                 member.dropped += 1
-        self.rejections.add_norms(batch.entries[i].norm for i in to_apply)
+        self.rejections.add_norms(
+            entry.norm for entry in itertools.compress(batch.entries, applied)
+        )
 
     def fail(self, batch: Batch) -> None:
         """Record that a batch failed, as if its messages had not been sent."""

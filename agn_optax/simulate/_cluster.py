@@ -16,7 +16,7 @@ from agn_optax._internal import check
 
 NANOSECONDS = 1_000_000_000  # in a second
 
-_DRAWS = 64  # random numbers that are drawn at a time
+_DRAWS = 16  # random numbers that are drawn at a time
 T = TypeVar("T")
 
 

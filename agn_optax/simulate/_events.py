@@ -5,7 +5,7 @@ so that the result depends on nothing else:
 
     worker   JOIN -> STARTED -> STEPS -> (sends) ... ANSWERED -> STEPS ...
     center   ARRIVED -> SERVED -> (the ledger decides) -> (answers)
-    links    RECEIVED, SENT: the next transfer through the center's link has ended
+    links    MOVED: the next transfer through the center's link has ended
     others   DUE: a grace period or a lease has ended; FAILED, LEFT
 
 Modes, leases, staleness and paces are those of `agn_optax.center`, and rounds those of
@@ -32,8 +32,8 @@ from agn_optax.simulate._shared_link import SharedLink
 from agn_optax.worker import Counts, ExchangeMachine, State, due_fragments
 
 # Kinds of events; those with lower numbers come first at the same time.
-_JOIN, _STARTED, _RECEIVED, _ARRIVED, _SERVED, _DUE = range(6)
-_SENT, _ANSWERED, _STEPS, _LEFT, _FAILED = range(6, 11)
+_JOIN, _STARTED, _MOVED, _ARRIVED, _SERVED = range(5)
+_DUE, _ANSWERED, _STEPS, _LEFT, _FAILED = range(5, 10)
 _PROGRESS = 1 << 14  # events between two reports of progress
 # Failures of a worker without an exchange of any worker after which there is no hope.
 _HOPELESS = 1000
@@ -68,6 +68,7 @@ class Message:
     steps_since = 0
     outcome = Outcome.OPEN
     weight = 1.0
+    pace: float | None = None
 
     def __init__(self, number: int, worker: _Worker, fragment: int, now: int) -> None:
         machine = worker.machines[fragment]
@@ -81,6 +82,7 @@ class Message:
         self.began = worker.began[fragment]
         self.sent = now
         self.anchor_version = worker.anchors[fragment]
+        self.in_background = machine.sends_in_background
 
 
 # The table of messages has a row of whole numbers for each, and its weight.
@@ -88,7 +90,7 @@ COLUMNS = (
     *("number", "worker", "fragment", "session", "sequence", "steps", "step_time"),
     *("began", "sent", "anchor_version", "arrived", "settled", "received", "adopted"),
     *("version", "answer_version", "staleness", "order", "workers", "steps_since"),
-    "outcome",
+    *("in_background", "outcome"),
 )
 SESSION_COLUMNS = ("time", "worker", "session", "event")
 ROW_BYTES = 8 * (len(COLUMNS) + 1)
@@ -226,28 +228,26 @@ class Simulation:
         """
         settings = self._settings
         handlers: list[Callable[..., None]] = [
-            *(self._join, self._started, self._inward_end, self._arrived, self._served),
-            *(self._due, self._outward_end, self._answered, self._steps, self._left),
-            self._failed,
+            *(self._join, self._started, self._moved, self._arrived, self._served),
+            *(self._due, self._answered, self._steps, self._left, self._failed),
         ]
         seconds, exchanges = settings.seconds, settings.exchanges
         end = math.inf if seconds is None else nanoseconds(seconds)
         most = math.inf if exchanges is None else exchanges
         heap, pop = self._heap, heapq.heappop
-        until_report = 1
         while heap and self.settled < most:
-            now, kind, worker, number, data = pop(heap)
+            now, kind, index, number, data = pop(heap)
             if now > end:
                 self.now = int(end)
                 break
             self.now = now
-            handlers[kind](now, worker, number, data)
-            until_report -= 1
-            if not until_report:
-                until_report = _PROGRESS
-                self.events += _PROGRESS
+            handlers[kind](now, index, number, data)
+            self.events += 1
+            if not self.events % _PROGRESS:
                 self._report(now / end, self.settled / most)
-        self.events += 1 - until_report  # the first report came after one event
+        else:
+            if seconds is not None and self.settled < most:
+                self.now = int(end)  # nothing more happens
         if exchanges is not None and self.settled < exchanges and seconds is None:
             raise errors.SimulationError(
                 f"the simulation cannot end: after {self.now / 1e9:g} s and "
@@ -304,9 +304,7 @@ class Simulation:
         """Send the center to a worker that starts."""
         worker.anchors = [ledger.version for ledger in self._ledgers]
         size = sum(answer for _, answer in self._settings.sizes)
-        self._transfer(
-            self._outward, now, worker, size, _STARTED, _SENT, worker.session
-        )
+        self._transfer(self._outward, now, worker, size, _STARTED, worker.session)
 
     def _started(self, now: int, index: int, number: int, session: int) -> None:
         worker = self.workers[index]
@@ -473,9 +471,8 @@ class Simulation:
                 self._adopt(now, worker, f)
             if not waits and machine.must_act(self._length(worker, f)):
                 machine.prepare()
-                is_in_background = machine.sends_in_background
-                self._send(now, worker, f)
-                if not is_in_background:
+                message = self._send(now, worker, f)
+                if not message.in_background:
                     return
                 machine.send()
             todo.pop(0)
@@ -483,7 +480,7 @@ class Simulation:
             machine.end_call(returned=True)
         self._advance(now, worker)
 
-    def _send(self, now: int, worker: _Worker, f: int) -> None:
+    def _send(self, now: int, worker: _Worker, f: int) -> Message:
         last = worker.messages[f]
         if last is not None:  # its worker has failed before it adopted the answer
             self._keep(last)
@@ -492,7 +489,8 @@ class Simulation:
         worker.began[f] = now
         worker.step = next(worker.draws)  # of the next round
         size = self._settings.sizes[f][0]
-        self._transfer(self._inward, now, worker, size, _ARRIVED, _RECEIVED, message)
+        self._transfer(self._inward, now, worker, size, _ARRIVED, message)
+        return message
 
     def _adopt(self, now: int, worker: _Worker, f: int) -> None:
         message, machine = worker.answers.pop(f), worker.machines[f]
@@ -501,20 +499,19 @@ class Simulation:
         else:
             worker.began[f] = now
         message.adopted = now
+        if message.pace is not None:
+            worker.pace = message.pace
         worker.anchors[f] = message.answer_version
         machine.adopt(resets=message.outcome is Outcome.REJECTED)
         worker.messages[f] = None
         self._keep(message)
 
-    def _answered(self, now: int, index: int, number: int, data: Any) -> None:
-        message, pace = data
+    def _answered(self, now: int, index: int, number: int, message: Message) -> None:
         worker, f = self.workers[index], message.fragment
         if message.session != worker.session or not worker.is_registered:
             return
         message.received = now
         worker.answers[f] = message
-        if pace is not None:
-            worker.pace = pace
         if worker.todo:
             if worker.todo[0] == f:
                 self._continue(now, worker)
@@ -535,38 +532,33 @@ class Simulation:
         worker: _Worker,
         size: int,
         kind: int,
-        end_kind: int,
         data: Any,
     ) -> None:
         """Plan the event at the end of a transfer."""
         if link is None or not size:
-            at = now + worker.latency + math.ceil(1e9 * size / worker.bandwidth)
-            self._push(at, kind, worker.index, data)
+            at = now + worker.latency
+            if size:
+                at += math.ceil(1e9 * size / worker.bandwidth)
+            heapq.heappush(
+                self._heap, (at, kind, worker.index, next(self._numbers), data)
+            )
             return
         link.start(now, size, worker.bandwidth, (worker, kind, data))
-        self._watch(link, end_kind)
+        self._watch(link)
 
-    def _watch(self, link: SharedLink, end_kind: int) -> None:
+    def _watch(self, link: SharedLink) -> None:
+        """Plan the event at the next end of a transfer."""
         at = link.next_end
         if at is not None:
-            self._push(at, end_kind, -1, link.changes)
+            self._push(at, _MOVED, -1, (link, link.changes))
 
-    def _inward_end(self, now: int, index: int, number: int, data: Any) -> None:
-        assert self._inward is not None
-        self._end_transfers(self._inward, now, _RECEIVED, data)
-
-    def _outward_end(self, now: int, index: int, number: int, data: Any) -> None:
-        assert self._outward is not None
-        self._end_transfers(self._outward, now, _SENT, data)
-
-    def _end_transfers(
-        self, link: SharedLink, now: int, end_kind: int, changes: int
-    ) -> None:
+    def _moved(self, now: int, index: int, number: int, data: Any) -> None:
+        link, changes = data
         if changes != link.changes:
             return  # the rates have changed since this event was planned
-        for worker, kind, data in link.end(now):
-            self._push(now + worker.latency, kind, worker.index, data)
-        self._watch(link, end_kind)
+        for worker, kind, what in link.end(now):
+            self._push(now + worker.latency, kind, worker.index, what)
+        self._watch(link)
 
     # The center.
 
@@ -597,6 +589,12 @@ class Simulation:
 
     def _due(self, now: int, index: int, number: int, f: int) -> None:
         self._deadlines[f] = math.inf
+        ledger = self._ledgers[f]
+        ledger.expire(now / 1e9)
+        for name in ledger.take_ended():
+            worker = self.workers[self._index[name]]
+            if not worker.is_registered:
+                self._lose_waiting(worker)
         self._decide(now, f)
 
     def _decide_all(self, now: int) -> None:
@@ -606,15 +604,10 @@ class Simulation:
     def _decide(self, now: int, f: int) -> None:
         """Settle the messages that are due, and send the answers."""
         ledger, seconds = self._ledgers[f], now / 1e9
-        ledger.expire(seconds)
         while ledger.pending and (batch := ledger.due(seconds)) is not None:
             before = ledger.version
             ledger.settle(batch, seconds)
             self._settle(now, f, ledger, batch, before)
-        for name in ledger.take_ended():
-            worker = self.workers[self._index[name]]
-            if not worker.is_registered:
-                self._lose_waiting(worker)
         if self._has_deadline and ledger.pending:
             deadline = ledger.mode.deadline(ledger)
             if deadline < self._deadlines[f]:
@@ -656,16 +649,9 @@ class Simulation:
                 # Its worker gets an error instead of an answer, and leaves.
                 self._push(now, _LEFT, worker.index)
                 continue
-            pace = None if settings.dynamic is None else ledger.pace(entry.worker)
-            self._transfer(
-                self._outward,
-                now,
-                worker,
-                answer_bytes,
-                _ANSWERED,
-                _SENT,
-                (message, pace),
-            )
+            if settings.dynamic is not None:
+                message.pace = ledger.pace(entry.worker)
+            self._transfer(self._outward, now, worker, answer_bytes, _ANSWERED, message)
 
 
 def _lose(message: Message | None) -> None:

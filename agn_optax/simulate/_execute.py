@@ -26,6 +26,7 @@ from agn_optax.center import (
     Submission,
     Version,
 )
+from agn_optax.round import steps
 from agn_optax.simulate._cluster import Cluster
 from agn_optax.simulate._events import Outcome
 from agn_optax.simulate._rounds import (
@@ -157,11 +158,11 @@ def execute(
     Args:
       planned: the schedule, made with a ``rule`` and without fragments.
       inner: the inner optimizer of the workers.
-      loss: parameters and a batch -> the loss, a scalar. JAX code, as are ``data`` and
-        ``evaluate``.
-      data: number of a worker and number of its local step, two int32 scalars -> the
-        batch. Batches must depend on nothing else: draw them with a random key made of
-        both numbers.
+      loss: parameters and a batch -> the loss, a scalar.
+      data: number of a worker, and number of its local step in the messages that the
+        center has settled -> the batch, which must depend on nothing else. JAX code,
+        which then runs inside the programs; or any other code, which is called for
+        each local step.
       params: the first parameters of the center, and of the workers.
       exact: whether each worker makes its messages by itself, in the programs of
         `Worker`, called as a real worker calls them. The results are then, bit for
@@ -196,6 +197,12 @@ def execute(
     check.float_leaves(params, "params")
     check.positive_int(every, "every")
     check.whole_number(width, "width", least=1)
+    nbytes = steps.exchange_bytes(planned.rule, jax.eval_shape(lambda: params))
+    if planned.message_bytes[0] not in (0, nbytes[0]):
+        raise errors.InvalidArgumentError(
+            "params must be those of the schedule, with messages of "
+            f"{planned.message_bytes[0]} bytes; these have {nbytes[0]} bytes"
+        )
     if target is not None and evaluate is None:
         raise errors.InvalidArgumentError("target needs evaluate=, got None")
     params = trees.copy(params)
@@ -205,15 +212,16 @@ def execute(
         loss,
         data,
         params,
-        overlap=planned.overlap,
+        overlap=bool(np.any(planned.in_background)),
         keeps_contribution=bool(np.any(planned.outcome == Outcome.REJECTED)),
     )
-    shape = rounds.check_loss()
-    if shape.shape:
+    batch = rounds.batch_like()
+    shape = jax.eval_shape(loss, params, batch).shape
+    if shape:
         raise errors.InvalidArgumentError(
-            f"loss must return a scalar, got an array of shape {shape.shape}"
+            f"loss must return a scalar, got an array of shape {shape}"
         )
-    sizes = [leaf.shape[:1] for leaf in jax.tree.leaves(rounds.batch_like())]
+    sizes = [leaf.shape[:1] for leaf in jax.tree.leaves(batch)]
     execution = _Execution(planned, rounds, params)
     execution.makes(exact=exact, width=width)
     execution.run(evaluate, every, target, progress)
@@ -246,34 +254,27 @@ class _Execution:
 
     def _plan(self) -> None:
         """Plan the rounds of all messages that are settled."""
-        planned, overlap = self._planned, self._planned.overlap
+        planned = self._planned
         self._next: dict[int, int] = {}  # row -> its worker's next one in the session
         self._starts: dict[int, list[int]] = defaultdict(list)  # by first version
         self._kinds: dict[int, Kind] = {}
         self._plans: dict[int, Plan] = {}
-        is_settled = planned.order >= 0
         last: dict[int, int] = {}  # worker -> its last row
         firsts = [0] * len(planned.names)
-        columns = (
-            *(planned.worker, planned.sequence, planned.steps),
-            *(planned.anchor_version, planned.outcome),
-        )
-        rows = zip(*[column.tolist() for column in columns], strict=True)
-        for row, (worker, sequence, steps, version, _) in enumerate(rows):
-            begin, late = Begin.STARTED, 0
-            if sequence > 1:
+        for row in np.flatnonzero(planned.order >= 0).tolist():
+            worker, steps = int(planned.worker[row]), int(planned.steps[row])
+            begin, is_late, late = Begin.STARTED, False, 0
+            if planned.sequence[row] > 1:
                 before = last[worker]
+                self._next[before] = row
                 begin = self._begin_after(before)
-                if is_settled[row]:
-                    self._next[before] = row
-                if overlap and sequence > 2:
-                    late = int(planned.steps_since[before])
-            elif is_settled[row]:
-                self._starts[version].append(row)
+                is_late = bool(planned.in_background[before])
+                late = int(planned.steps_since[before])
+            else:
+                self._starts[int(planned.anchor_version[row])].append(row)
             # Steps before a reset are not in the message.
             later = steps if begin.resets else steps - late
-            is_late = overlap and sequence > 2
-            self._kinds[row] = Kind(begin, is_late, overlap and sequence > 1)
+            self._kinds[row] = Kind(begin, is_late, bool(planned.in_background[row]))
             self._plans[row] = Plan(worker, firsts[worker], late, later)
             firsts[worker] += late + later
             last[worker] = row
@@ -305,7 +306,11 @@ class _Execution:
         if not exact:
             plans = {(p.late, p.steps) for p in self._plans.values()}
             self._maker = Batches(
-                self._rounds, workers, is_uniform=len(plans) <= 1, width=width
+                self._rounds,
+                workers,
+                is_uniform=len(plans) <= 1,
+                most_steps=max((sum(plan) for plan in plans), default=0),
+                width=width,
             )
 
     def run(
@@ -394,7 +399,7 @@ class _Execution:
             submissions,
             [int(planned.staleness[row]) for row in applied],
             [float(planned.weight[row]) for row in applied]
-            if planned.mode.combines
+            if planned.combines
             else None,
             int(planned.workers[applied[0]]),
         )
@@ -446,8 +451,8 @@ class _Execution:
         evaluations = np.array(jax.device_get([*values]), np.float64)
         digest = hashlib.blake2b(digest_size=8)
         digest.update(f"{planned.digest}/{trees.digest(center)}".encode())
-        digest.update(self._loss[rows])
-        digest.update(evaluations)
+        digest.update(self._loss[rows].tobytes())
+        digest.update(evaluations.tobytes())
         return Traces(
             schedule=planned,
             digest=digest.hexdigest(),

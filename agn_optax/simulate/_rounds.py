@@ -63,12 +63,13 @@ class Loop(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The local steps of a round."""
+    """The local steps of a round, or arrays with those of several."""
 
-    worker: int
-    first: int  # number of local steps that the worker has made before
-    late: int  # local steps before the answer is adopted
-    steps: int  # local steps after that
+    worker: Any  # int
+    first: Any  # int: number of local steps that the worker has made before
+    late: Any  # int: local steps before the answer is adopted
+    steps: Any  # int: local steps after that
+    batches: PyTree = None  # one for each; None if the program makes them
 
 
 class Made(NamedTuple):
@@ -86,10 +87,14 @@ class Rounds:
       rule: the rule.
       inner: the inner optimizer.
       loss: parameters and a batch -> scalar.
-      data: number of a worker and of its local step, two int32 scalars -> batch.
+      data: number of a worker and of its local step -> batch.
       params: parameters of a worker, for their shapes and dtypes.
       overlap: whether messages are sent in the background.
       keeps_contribution: whether a message may be rejected.
+
+    Attributes:
+      makes_batches: whether programs can make the batches.
+      data: the function, compiled if it can be.
     """
 
     def __init__(
@@ -105,7 +110,8 @@ class Rounds:
     ) -> None:
         self.rule, self.overlap, self.params = rule, overlap, params
         self._programs = programs(rule, inner)
-        self._data = jax.jit(data)
+        self.makes_batches = _is_traceable(data)
+        self.data = jax.jit(data) if self.makes_batches else data
         gradient = jax.value_and_grad(loss)
 
         def step(
@@ -123,16 +129,9 @@ class Rounds:
 
     def batch_like(self) -> PyTree:
         """Return the shapes and dtypes of a batch."""
-        return jax.eval_shape(self._data, np.int32(0), np.int32(0))
-
-    def check_loss(self) -> Any:
-        """Return the shape of the loss; raises what the function raises."""
-        _, _, loss = jax.eval_shape(
-            self._step,
-            *jax.eval_shape(self._programs.start, self.params, self.params),
-            self.batch_like(),
-        )
-        return loss
+        if self.makes_batches:
+            return jax.eval_shape(self.data, np.int32(0), np.int32(0))
+        return jax.eval_shape(lambda batch: batch, self.data(0, 0))
 
     def message(
         self, kind: Kind, loop: Loop | None, center: PyTree, plan: Plan
@@ -155,14 +154,9 @@ class Rounds:
             assert loop is not None
             params, state = loop.params, loop.state
             if kind.is_late:
-                params, state, total = self._steps(
-                    params, state, plan.worker, plan.first, plan.late
-                )
+                params, state, total = self._steps(params, state, plan, 0, plan.late)
             params, state = self._adopt(kind, loop, params, state, center)
-        first = plan.first + plan.late
-        params, state, later = self._steps(
-            params, state, plan.worker, first, plan.steps
-        )
+        params, state, later = self._steps(params, state, plan, plan.late, plan.steps)
         anchor = center if run.holds_anchor else None
         sent = None
         if kind.in_background:
@@ -202,24 +196,25 @@ class Rounds:
         return run.adopt(params, state, center)
 
     def _steps(
-        self, params: PyTree, state: PyTree, worker: Any, first: Any, count: Any
+        self, params: PyTree, state: PyTree, plan: Plan, begin: Any, count: Any
     ) -> tuple[PyTree, PyTree, Any]:
-        """Make local steps, and return the sum of their losses, too."""
-        if isinstance(count, int):
-            total = np.float32(0)
-            for step in range(first, first + count):
-                batch = self._data(np.int32(worker), np.int32(step))
-                params, state, loss = self._step(params, state, batch)
-                total = total + loss.astype(np.float32)
-            return params, state, total
+        """Make local steps of a plan, and return the sum of their losses, too."""
 
         def body(i: Any, carry: Any) -> Any:
             params, state, total = carry
-            batch = self._data(worker, first + i)
+            if plan.batches is None:
+                batch = self.data(plan.worker, plan.first + i)
+            else:
+                batch = jax.tree.map(lambda leaf: leaf[i], plan.batches)
             params, state, loss = self._step(params, state, batch)
             return params, state, total + loss.astype(np.float32)
 
-        return jax.lax.fori_loop(0, count, body, (params, state, jnp.float32(0)))
+        carry = params, state, jnp.float32(0)
+        if not isinstance(count, int):
+            return jax.lax.fori_loop(begin, begin + count, body, carry)
+        for i in range(begin, begin + count):
+            carry = body(i, carry)
+        return carry
 
     def start(self) -> Loop:
         """Return a worker that has started, with arrays for all fields."""
@@ -261,13 +256,20 @@ class Batches:
       rounds: the rounds.
       workers: number of workers.
       is_uniform: whether all rounds have the same plan of local steps.
+      most_steps: largest number of local steps of a round.
       width: messages that are made together.
     """
 
     def __init__(
-        self, rounds: Rounds, workers: int, *, is_uniform: bool, width: int | None
+        self,
+        rounds: Rounds,
+        workers: int,
+        *,
+        is_uniform: bool,
+        most_steps: int,
+        width: int | None,
     ) -> None:
-        self._rounds = rounds
+        self._rounds, self._most_steps = rounds, most_steps
         first = rounds.start()
         self.width = width or width_for(trees.nbytes(first), workers)
         self._padding = workers  # the last row is of no worker
@@ -276,7 +278,8 @@ class Batches:
             lambda x: jnp.repeat(x[None], workers + 1, axis=0), first
         )
         steps = None if is_uniform else 0
-        self._axes = (0, 0, Plan(worker=0, first=0, late=steps, steps=steps))
+        batches = None if rounds.makes_batches else 0
+        self._axes = (0, 0, Plan(0, 0, late=steps, steps=steps, batches=batches))
         self._program = functools.cache(self._compiled)
 
     def make(self, kind: Kind, centers: Sequence[PyTree], plans: Sequence[Plan]) -> Any:
@@ -292,15 +295,18 @@ class Batches:
         missing = self.width - count
         plans = plans + [plans[0]._replace(worker=self._padding)] * missing
         centers = centers + [centers[0]] * missing
-        center = jax.tree.map(lambda *leaves: np.stack(leaves), *centers)
-        columns = [np.array(column, np.int32) for column in zip(*plans, strict=True)]
-        plan = Plan(
-            *[
-                column if axis == 0 else column[0]
-                for column, axis in zip(columns, self._axes[-1], strict=True)
-            ]
-        )
-        self._loops, found = self._program(kind)(self._loops, columns[0], center, plan)
+        center = _stack(centers)
+        rows, firsts, late, steps = [
+            np.array(column, np.int32) for column in [*zip(*plans, strict=True)][:4]
+        ]
+        if self._axes[-1].steps is None:
+            late, steps = late[0], steps[0]
+        batches = None
+        if not self._rounds.makes_batches:
+            made = [self._batches(plan) for plan in plans[:count]]
+            batches = _stack([*made, *made[:1] * missing])
+        plan = Plan(rows, firsts, late, steps, batches)
+        self._loops, found = self._program(kind)(self._loops, rows, center, plan)
         contributions, losses, norms = jax.device_get(found)
         # Copies, as one message that waits would keep the arrays of all.
         return [
@@ -311,6 +317,12 @@ class Batches:
             )
             for i in range(count)
         ]
+
+    def _batches(self, plan: Plan) -> PyTree:
+        """Return the batches of a round, and repeat the last for the longest round."""
+        last = plan.late + plan.steps - 1
+        made = [self._rounds.data(plan.worker, plan.first + i) for i in range(last + 1)]
+        return _stack(made + made[-1:] * (self._most_steps - len(made)))
 
     def _compiled(self, kind: Kind) -> Any:
         rule = self._rounds.rule
@@ -329,6 +341,19 @@ class Batches:
             return loops, found
 
         return jax.jit(program, donate_argnums=0)
+
+
+def _is_traceable(data: Callable[[Any, Any], PyTree]) -> bool:
+    """Return whether a function of integers can be traced by JAX."""
+    try:
+        jax.eval_shape(data, np.int32(0), np.int32(0))
+    except Exception:  # an error of its own is raised again when it is called
+        return False
+    return True
+
+
+def _stack(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def _as_float(count: Any) -> Any:

@@ -50,6 +50,9 @@ class Schedule:
         arguments give the same digest in any process of one machine.
       duration: seconds that were simulated.
       events: number of events that were simulated.
+      combines: whether the center applies messages in rounds.
+      rule: the rule; None if none was given.
+      limits: the limits of the center.
       message_bytes: bytes of a message of each fragment.
       answer_bytes: bytes of an answer of each fragment.
       worker: index of the worker.
@@ -72,12 +75,12 @@ class Schedule:
       order: number of the center's decision on the message.
       workers: registered workers at that time.
       steps_since: local steps between sending and adopting the answer.
+      in_background: 1 if local steps go on while the message is in flight.
       weight: factor of the message in its round; 1 without rounds.
       sessions: ``time``, ``worker``, ``session`` and ``event`` (a `SessionEvent`) of
         each begin and end of a session.
       present: nanoseconds of each worker in sessions.
       busy: nanoseconds of each worker in local steps.
-      rule, mode, limits, overlap: the arguments of `schedule`, for `execute`.
     """
 
     names: tuple[str, ...]
@@ -85,6 +88,9 @@ class Schedule:
     digest: str
     duration: float
     events: int
+    combines: bool
+    rule: Rule | None
+    limits: Limits
     message_bytes: tuple[int, ...]
     answer_bytes: tuple[int, ...]
     worker: np.ndarray
@@ -107,14 +113,11 @@ class Schedule:
     order: np.ndarray
     workers: np.ndarray
     steps_since: np.ndarray
+    in_background: np.ndarray
     weight: np.ndarray
     sessions: dict[str, np.ndarray]
     present: np.ndarray
     busy: np.ndarray
-    rule: Rule | None
-    mode: Mode
-    limits: Limits
-    overlap: bool
 
     def __len__(self) -> int:
         """The number of messages."""
@@ -292,7 +295,7 @@ def schedule(
         )
     )
     simulation.run()
-    arguments = {"rule": rule, "mode": mode, "limits": limits, "overlap": overlap}
+    arguments = {"combines": mode.combines, "rule": rule, "limits": limits}
     return _result(simulation, names, seed, sizes, arguments)
 
 
@@ -380,7 +383,7 @@ def _result(
         rows = np.frombuffer(table, np.int64).reshape(-1, len(names))
         return dict(zip(names, rows.T.copy(), strict=True))
 
-    rows = columns(simulation.rows, COLUMNS)
+    rows: dict[str, Any] = columns(simulation.rows, COLUMNS)
     rows["weight"] = np.array(simulation.weights, np.float64)
     order = np.argsort(rows.pop("number"))  # rows are written at the messages' ends
     rows = {name: column[order] for name, column in rows.items()}
@@ -388,18 +391,18 @@ def _result(
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((seed, names, sizes, simulation.now)).encode())
     for column in (*rows.values(), *sessions.values()):
-        digest.update(column)
+        digest.update(column.tobytes())
     return Schedule(
         names=names,
         seed=seed,
         digest=digest.hexdigest(),
         duration=simulation.now / 1e9,
         events=simulation.events,
+        **arguments,
         message_bytes=tuple(message for message, _ in sizes),
         answer_bytes=tuple(answer for _, answer in sizes),
         sessions=sessions,
         present=np.array([w.present for w in simulation.workers], np.int64),
         busy=np.array([w.busy for w in simulation.workers], np.int64),
         **rows,
-        **arguments,
     )

@@ -41,11 +41,11 @@ def data(worker, step):
 class RealWorkers:
     """Real workers at a `LocalCenter`, which exchange in the order of a schedule."""
 
-    def __init__(self, planned, inner, period):
+    def __init__(self, planned, inner, period, mode):
         params = problem.params()
         self.planned, self.inner, self.period = planned, inner, period
         self.center = agn_optax.LocalCenter(
-            planned.rule, params, mode=planned.mode, limits=planned.limits
+            planned.rule, params, mode=mode, limits=planned.limits
         )
         self.loops, self.made, self.first, self.started = {}, {}, {}, set()
         self.data = jax.jit(data)
@@ -86,13 +86,12 @@ class RealWorkers:
                 self.inner,
                 period=self.period,
                 name=planned.names[index],
-                overlap=planned.overlap,
+                overlap=bool(planned.in_background.any()),
             )
             step = jax.jit(functools.partial(self.step, worker.tx))
             self.made[index] = worker, step
             self.loops[index] = worker.start()
-            earlier = (planned.worker == index) & (np.arange(len(planned)) < row)
-            self.first[index] = int(planned.steps[earlier].sum())
+            self.first.setdefault(index, 0)
 
     @staticmethod
     def step(tx, params, state, batch):
@@ -106,7 +105,7 @@ class RealWorkers:
         index, sequence = int(planned.worker[row]), int(planned.sequence[row])
         worker, _ = self.made[index]
         left = int(planned.steps[row])
-        if planned.overlap and sequence > 2:
+        if planned.in_background.any() and sequence > 2:
             same = (planned.worker == index) & (planned.sequence == sequence - 1)
             session = planned.session == planned.session[row]
             late = int(planned.steps_since[same & session][0])
@@ -142,7 +141,7 @@ def check_law(rule, *, cluster=CLUSTER, exchanges=24, period=3, **settings):
         simulate.execute, planned, inner, problem.loss, data, params
     )
     exact = execute(exact=True)
-    workers = RealWorkers(planned, inner, period)
+    workers = RealWorkers(planned, inner, period, settings.get("mode"))
     assert_identical(exact.center, workers.run())
     fast = execute()
     assert_close(fast.center, exact.center)

@@ -16,6 +16,7 @@ from agn_optax.ops.cli import (
     _options,
     _plan,
     _serve,
+    _simulate,
     _status,
 )
 
@@ -69,6 +70,9 @@ for subcommand in (
     *(_doctor.doctor, _plan.plan, _keys.keys),
 ):
     app.command(cls=_options.Command)(_options.as_command(subcommand))
+app.command("simulate", cls=_options.Command)(
+    _options.as_command(_simulate.simulate_command)
+)
 # Options after the program's name belong to the program.
 app.command(
     "launch",

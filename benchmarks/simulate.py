@@ -1,0 +1,323 @@
+"""Simulated runs against real ones, and the speed of the simulator.
+
+The real runs have a center and workers in processes of their own. A local step is a
+computation and a pause up to the step's time, so that the load of the machine hardly
+matters. The simulator gets these times, the bandwidth of the link, and two numbers that
+are measured before: the seconds of a call that exchanges, of one worker alone, and how
+many exchanges a second the center makes for all workers together. The spread of the
+steps' times is measured before, too.
+
+"exchanges a second" and "staleness" (the mean) are of all workers; "distance" is half
+of the sum of the differences between the two histograms of staleness, as fractions.
+"waiting" is the fraction of the workers' time that is not in local steps. Errors of
+waiting are in percent of the whole time, and other errors in percent of what was
+measured. The second table has the events of a second on one core, as the simulator
+counts them ("events"), and as the times that it records ("recorded times").
+
+    python benchmarks/simulate.py
+    python benchmarks/simulate.py --only unequal --window 60
+    python benchmarks/simulate.py --only --sizes 100 10000
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import centers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from helpers.network import Network
+from measuring import Benchmark, Process, Row
+
+import agn_optax
+from agn_optax import simulate
+from agn_optax.center import Asynchronous, BoundedStaleness, Mode, Synchronous
+
+TIMES = ("began", "sent", "arrived", "settled", "received", "adopted")
+PERIOD = 10
+WARM_UP = 3  # rounds before all measurements
+CALIBRATION = 5.0  # s, for each measurement before the window
+MODES: dict[str, Any] = {
+    "asynchronous": {},
+    "overlap": {"overlap": True},
+    "synchronous": {"mode": Synchronous()},
+    "quorum": {"mode": "quorum"},
+    "bounded": {"mode": BoundedStaleness(rounds=2)},
+}
+
+
+class Case(NamedTuple):
+    """A run: seconds of each worker's steps, bytes, and the link's bytes per second."""
+
+    steps: Sequence[float]
+    size: int = 40_000
+    bandwidth: float | None = None
+    mode: Mode | None = None
+
+
+CASES = {
+    "equal": Case([0.030] * 4),
+    "unequal": Case([0.021, 0.033, 0.047, 0.088]),
+    "slow link": Case([0.021, 0.033, 0.047, 0.088], 400_000, 4e6),
+    "quorum": Case([0.021, 0.033, 0.047, 0.088], mode=Synchronous(3, grace=0.1)),
+}
+
+
+class Rounds(NamedTuple):
+    """What a worker did: numbers of each round."""
+
+    staleness: list[int]
+    steps: list[float]  # seconds of local steps
+    waited: list[float]  # seconds in the call that exchanged
+    last: float = 0.0  # seconds in a call that the end of the window interrupted
+
+
+class Calibration(NamedTuple):
+    """What is measured before a run."""
+
+    speeds: list[simulate.Speed]
+    alone: float  # seconds of a call that exchanges, of one worker alone
+    together: float  # exchanges a second of all workers
+
+
+_served: dict[str, Any] = {}  # in the process of the center
+
+
+def serve(case: Case, limited: bool) -> str:
+    """Serve a center, behind a proxy if its link is slow; return its address."""
+    stack = _served["stack"] = contextlib.ExitStack()
+    address = centers.serve(case.size, mode=case.mode)
+    if not limited or case.bandwidth is None:
+        return address
+    server = centers._servers[address]
+    network = stack.enter_context(Network(server, "socket", case.bandwidth))
+    return network.address
+
+
+def close() -> None:
+    """Close the proxy and the center."""
+    _served.pop("stack").close()
+    for address in [*centers._servers]:
+        centers.stop(address)
+
+
+_worker: dict[str, Any] = {}  # in the process of a worker
+
+
+def join(address: str, name: str, size: int, step: float) -> None:
+    """Start a worker, and make its first rounds."""
+    center = centers.connect(address, "socket")
+    worker = agn_optax.Worker(center, optax.sgd(1e-6), period=PERIOD, name=name)
+    params, state = worker.start()
+    ones = jax.tree.map(jnp.ones_like, params)
+
+    @jax.jit
+    def update(params: Any, state: Any) -> Any:
+        updates, state = worker.tx.update(ones, state, params)
+        return optax.apply_updates(params, updates), state
+
+    _worker.update(worker=worker, update=update, loop=(params, state), step=step)
+    _worker["center"] = center
+    rounds(WARM_UP, step)
+
+
+def rounds(count: int | None, step: float, end: float = 0.0) -> Rounds:
+    """Make a number of rounds, or those until a time."""
+    worker, update, loop = (_worker[key] for key in ("worker", "update", "loop"))
+    found = Rounds([], [], [])
+    while count is None or len(found.steps) < count:
+        begun = due = time.monotonic()
+        for _ in range(PERIOD):
+            loop = jax.block_until_ready(update(*loop))
+            due += step
+            time.sleep(max(0.0, due - time.monotonic()))
+            sent = time.monotonic()
+            loop = jax.block_until_ready(worker.exchange(*loop))
+            if end and time.monotonic() >= end:
+                _worker["loop"] = loop
+                return found._replace(last=max(0.0, end - sent))
+        now = time.monotonic()
+        found.steps.append(sent - begun)
+        found.waited.append(now - sent)
+        found.staleness.append(worker.staleness)
+    _worker["loop"] = loop
+    return found
+
+
+def work(seconds: float, start: float = 0.0) -> Rounds:
+    """Make rounds for a while, from a time on."""
+    time.sleep(max(0.0, start - time.monotonic()))
+    return rounds(None, _worker["step"], (start or time.monotonic()) + seconds)
+
+
+def exchange_for(seconds: float) -> int:
+    """Exchange without steps; return how often."""
+    session = _worker["center"].join(f"{_worker['worker'].name}-bare")
+    small = jax.tree.map(lambda x: jnp.full_like(x, 1e-5), _worker["loop"][0])
+    end, done = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        done += 1
+        message = agn_optax.center.Submission(done, small, anchor_version=0)
+        jax.block_until_ready(session.exchange(message).params)
+    session.leave()
+    return done
+
+
+def leave() -> None:
+    """Leave the center."""
+    _worker["worker"].leave()
+    _worker["center"].close()
+
+
+class Simulate(
+    Benchmark, quick="--window 1 --only unequal --sizes 10 --modes asynchronous"
+):
+    """Simulations and real runs.
+
+    Args:
+      only: the real runs.
+      window: seconds of a real run.
+      sizes: numbers of workers whose simulation is timed.
+      modes: the modes in which it is.
+    """
+
+    only: Sequence[str] = tuple(CASES)
+    window: float = 15.0
+    sizes: Sequence[int] = (100, 10_000)
+    modes: Sequence[str] = tuple(MODES)
+    repeats = 3
+
+    def run(self) -> None:
+        """Compare, then time the simulator."""
+        for name in self.only:
+            case = CASES[name]
+            rows: list[Row] = []
+            for _ in range(self.repeats):
+                rows += [self.compare(case)]
+            self.add(
+                name, f"{name}: {self.window:g} s of {len(case.steps)} workers", rows
+            )
+        if self.sizes:
+            self.add("speed", "the simulator", [*map(self.time, self.cases())])
+
+    def compare(self, case: Case) -> Row:
+        """Return a table row of a real run and its simulation."""
+        calibration, real = self.real(case)
+        alone = calibration.alone
+        host = min(alone, 1 / calibration.together)
+        cluster = simulate.Cluster(
+            workers=len(case.steps),
+            speed=calibration.speeds,
+            link=simulate.Link(latency=alone - host),
+            center=simulate.CenterHost(seconds=host, bandwidth=case.bandwidth),
+        )
+        found = simulate.schedule(
+            cluster,
+            period=PERIOD,
+            mode=case.mode or Asynchronous(),
+            rule=centers.rule(),
+            params=centers.tree(case.size),
+            seconds=self.window,
+        )
+        adopted = found.adopted >= 0
+        stale = np.concatenate([np.array(each.staleness, int) for each in real])
+        measured = len(stale) / self.window
+        waited = sum(sum(each.waited) + each.last for each in real)
+        waiting = waited / self.window / len(case.steps)
+        simulated = float(found.waiting.sum() / self.window / len(case.steps))
+        ours = found.staleness[adopted]
+        most = 1 + max(stale.max(), ours.max())
+        histograms = [np.bincount(s, minlength=most) / len(s) for s in (stale, ours)]
+        return {
+            "exchanges a second": measured,
+            "simulated": adopted.sum() / self.window,
+            "error %": 100 * (adopted.sum() / self.window / measured - 1),
+            "staleness": float(stale.mean()),
+            "simulated ": float(ours.mean()),
+            "distance %": 50 * float(np.abs(histograms[0] - histograms[1]).sum()),
+            "waiting %": 100 * waiting,
+            "simulated  ": 100 * simulated,
+            "error": 100 * (simulated - waiting),
+            "ms alone": 1e3 * alone,
+            "ms of the center": 1e3 * host,
+        }
+
+    def real(self, case: Case) -> tuple[Calibration, list[Rounds]]:
+        """Return what is measured before a run, and the run."""
+        center = self.use(Process())
+        crew = [self.use(Process()) for _ in case.steps]
+
+        def all_of(function: Any, *arguments: Any) -> list[Any]:
+            submitted = [each.submit(function, *arguments) for each in crew]
+            return [answer.result() for answer in submitted]
+
+        def start(address: str) -> None:
+            joining = [
+                each.submit(join, address, f"worker-{i}", case.size, step)
+                for i, (each, step) in enumerate(zip(crew, case.steps, strict=True))
+            ]
+            for each in joining:
+                each.result()
+
+        seconds = min(CALIBRATION, self.window)
+        start(center.call(serve, case._replace(mode=None), False))
+        alone = float(np.median(crew[0].call(work, seconds).waited))
+        together = sum(all_of(exchange_for, seconds)) / seconds
+        steps = [np.array(each.steps) / PERIOD for each in all_of(work, seconds)]
+        speeds: list[simulate.Speed] = [
+            simulate.LogNormal(float(np.median(s)), float(np.log(s).std()))
+            for s in steps
+        ]
+        all_of(leave)
+        center.call(close)
+        start(center.call(serve, case, True))
+        found = all_of(work, self.window, time.monotonic() + 0.2)
+        all_of(leave)
+        center.call(close)
+        self.stack.close()
+        return Calibration(speeds, alone, together), found
+
+    def cases(self) -> list[tuple[int, str]]:
+        """Return the simulations to be timed."""
+        return [(size, mode) for size in self.sizes for mode in self.modes]
+
+    def time(self, case: tuple[int, str]) -> Row:
+        """Return the row of a simulation."""
+        workers, mode = case
+        arguments = dict(MODES[mode])
+        if arguments.get("mode") == "quorum":
+            arguments["mode"] = Synchronous(max(1, workers * 3 // 4), grace=0.1)
+        cluster = simulate.Cluster(
+            workers=workers,
+            speed=simulate.LogNormal(0.1, 0.2),
+            link=simulate.Link(latency=0.02, bandwidth=1.25e9),
+            center=simulate.CenterHost(seconds=1e-5),
+        )
+        exchanges = max(20_000, 10 * workers)
+        rates = []
+        for seed in range(self.repeats):
+            begun = time.process_time()
+            found = simulate.schedule(
+                cluster, period=10, exchanges=exchanges, seed=seed, **arguments
+            )
+            seconds = time.process_time() - begun
+            times = sum(int(np.sum(getattr(found, name) >= 0)) for name in TIMES)
+            rates.append(
+                (found.events / seconds, times / seconds, len(found) / seconds)
+            )
+        events, recorded, whole = np.max(rates, axis=0)
+        return {
+            "mode": mode,
+            "workers": workers,
+            "exchanges": exchanges,
+            "exchanges a second": float(whole),
+            "events": float(events),
+            "recorded times": float(recorded),
+        }
+
+
+if __name__ == "__main__":
+    Simulate.main()
