@@ -2,7 +2,8 @@
 
 `schedule` computes who exchanges when, without arrays: workers' speeds, links, the
 center's host and failures are those of a `Cluster`, and every decision is made by the
-real ledger, modes and exchange machines under a virtual clock.
+real ledger, modes and exchange machines under a virtual clock. `run` computes its
+messages, too, in the programs of real workers and of a real center.
 """
 
 from agn_optax.simulate._cluster import (
