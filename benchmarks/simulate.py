@@ -7,12 +7,24 @@ are measured before: the seconds of a call that exchanges, of one worker alone, 
 many exchanges a second the center makes for all workers together. The spread of the
 steps' times is measured before, too.
 
-"exchanges a second" and "staleness" (the mean) are of all workers; "distance" is half
-of the sum of the differences between the two histograms of staleness, as fractions.
-"waiting" is the fraction of the workers' time that is not in local steps. Errors of
-waiting are in percent of the whole time, and other errors in percent of what was
-measured. The second table has the events of a second on one core, as the simulator
-counts them ("events"), and as the times that it records ("recorded times").
+"exchanges a second" are the sum over the workers of one by the mean time of their
+rounds. "staleness" is the mean of all messages, and "distance" half of the sum of the
+differences between the two histograms of staleness, as fractions. "waiting" is the
+fraction of the workers' time that is not in local steps. The error of waiting is in
+percent of the whole time.
+
+The slow links are paced by the kernel, for each worker's connection alone; their rate
+is measured with one worker. The shared link is a proxy, which passes on the bytes in
+the order of their arrival, and so one message after another, while the simulator's
+transfers share it fairly.
+
+The table "speed" has the events of a second on one core, as the simulator counts them
+("events"), and as the times that it records ("recorded times").
+
+The last table is of simulated training: a network of two layers, batches of 8 and
+four local steps an exchange, with adam at the workers. Its memory is the process's
+largest, so each row has a process of its own. Seconds are those of the processor, of all
+threads; compilation is shown apart.
 
     python benchmarks/simulate.py
     python benchmarks/simulate.py --only unequal --window 60
@@ -20,6 +32,7 @@ counts them ("events"), and as the times that it records ("recorded times").
 """
 
 import contextlib
+import resource
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,11 +48,12 @@ from measuring import Benchmark, Process, Row
 import agn_optax
 from agn_optax import simulate
 from agn_optax.center import Asynchronous, BoundedStaleness, Mode, Synchronous
+from examples.pacing import pace
 
 TIMES = ("began", "sent", "arrived", "settled", "received", "adopted")
 PERIOD = 10
 WARM_UP = 3  # rounds before all measurements
-CALIBRATION = 5.0  # s, for each measurement before the window
+CALIBRATION = 4.0  # s, for each measurement before the window
 MODES: dict[str, Any] = {
     "asynchronous": {},
     "overlap": {"overlap": True},
@@ -47,21 +61,24 @@ MODES: dict[str, Any] = {
     "quorum": {"mode": "quorum"},
     "bounded": {"mode": BoundedStaleness(rounds=2)},
 }
+TRAININGS = ((100, 10_000), (1000, 100_000))  # workers and parameters
 
 
 class Case(NamedTuple):
-    """A run: seconds of each worker's steps, bytes, and the link's bytes per second."""
+    """A run: seconds of each worker's steps, bytes, and bytes per second of links."""
 
     steps: Sequence[float]
     size: int = 40_000
-    bandwidth: float | None = None
+    bandwidth: float | None = None  # of each worker's link
+    shared: float | None = None  # of the center's link
     mode: Mode | None = None
 
 
 CASES = {
     "equal": Case([0.030] * 4),
     "unequal": Case([0.021, 0.033, 0.047, 0.088]),
-    "slow link": Case([0.021, 0.033, 0.047, 0.088], 400_000, 4e6),
+    "slow links": Case([0.021, 0.033, 0.047, 0.088], 2_000_000, 20e6),
+    "shared link": Case([0.021, 0.033, 0.047, 0.088], 400_000, shared=4e6),
     "quorum": Case([0.021, 0.033, 0.047, 0.088], mode=Synchronous(3, grace=0.1)),
 }
 
@@ -72,7 +89,6 @@ class Rounds(NamedTuple):
     staleness: list[int]
     steps: list[float]  # seconds of local steps
     waited: list[float]  # seconds in the call that exchanged
-    last: float = 0.0  # seconds in a call that the end of the window interrupted
 
 
 class Calibration(NamedTuple):
@@ -80,21 +96,21 @@ class Calibration(NamedTuple):
 
     speeds: list[simulate.Speed]
     alone: float  # seconds of a call that exchanges, of one worker alone
+    paced: float  # the same over a slow link
     together: float  # exchanges a second of all workers
 
 
 _served: dict[str, Any] = {}  # in the process of the center
 
 
-def serve(case: Case, limited: bool) -> str:
+def serve(case: Case) -> str:
     """Serve a center, behind a proxy if its link is slow; return its address."""
     stack = _served["stack"] = contextlib.ExitStack()
     address = centers.serve(case.size, mode=case.mode)
-    if not limited or case.bandwidth is None:
+    if case.shared is None:
         return address
     server = centers._servers[address]
-    network = stack.enter_context(Network(server, "socket", case.bandwidth))
-    return network.address
+    return stack.enter_context(Network(server, "socket", case.shared)).address
 
 
 def close() -> None:
@@ -138,7 +154,7 @@ def rounds(count: int | None, step: float, end: float = 0.0) -> Rounds:
             loop = jax.block_until_ready(worker.exchange(*loop))
             if end and time.monotonic() >= end:
                 _worker["loop"] = loop
-                return found._replace(last=max(0.0, end - sent))
+                return found
         now = time.monotonic()
         found.steps.append(sent - begun)
         found.waited.append(now - sent)
@@ -151,6 +167,13 @@ def work(seconds: float, start: float = 0.0) -> Rounds:
     """Make rounds for a while, from a time on."""
     time.sleep(max(0.0, start - time.monotonic()))
     return rounds(None, _worker["step"], (start or time.monotonic()) + seconds)
+
+
+def calibrate() -> Rounds:
+    """Make rounds for a while, and flush, so that the next round begins in full."""
+    found = work(CALIBRATION)
+    _worker["loop"] = _worker["worker"].flush(*_worker["loop"])
+    return found
 
 
 def exchange_for(seconds: float) -> int:
@@ -172,8 +195,53 @@ def leave() -> None:
     _worker["center"].close()
 
 
+def train(workers: int, parameters: int, exchanges: int) -> Row:
+    """Return the row of a simulated training."""
+    hidden = parameters // 100 - 1
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "w": 0.1 * jax.random.normal(keys[0], (100, hidden)),
+        "v": 0.1 * jax.random.normal(keys[1], (100,)),
+    }
+
+    def loss(params: Any, batch: Any) -> Any:
+        out = jnp.tanh(batch @ params["w"]).mean(axis=1) + batch @ params["v"]
+        return jnp.mean((out - jnp.sin(batch[:, 0])) ** 2)
+
+    def data(worker: Any, step: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(worker), step)
+        return jax.random.normal(key, (8, 100))
+
+    def execute(exchanges: int) -> tuple[float, float]:
+        made = simulate.schedule(
+            simulate.Cluster(workers=workers, speed=simulate.LogNormal(0.1, 0.2)),
+            period=4,
+            rule=agn_optax.rules.agn(optax.sgd(0.3 / workers)),
+            params=params,
+            exchanges=exchanges,
+        )
+        begun = time.process_time(), time.perf_counter()
+        simulate.execute(made, optax.adam(1e-3), loss, data, params)
+        return time.process_time() - begun[0], time.perf_counter() - begun[1]
+
+    first = max(64, exchanges // 10)
+    (busy, passed), (compiled, waited) = execute(exchanges), execute(first)
+    made = exchanges - first
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "workers": workers,
+        "parameters": parameters,
+        "exchanges": exchanges,
+        "a minute of the processor": 60 * made / (busy - compiled),
+        "a minute": 60 * made / (passed - waited),
+        "seconds of compilation": compiled - first * (busy - compiled) / made,
+        "largest memory, GB": largest * 1024 / 1e9,
+    }
+
+
 class Simulate(
-    Benchmark, quick="--window 1 --only unequal --sizes 10 --modes asynchronous"
+    Benchmark,
+    quick="--window 1 --only unequal --sizes 10 --modes asynchronous --exchanges 100 0",
 ):
     """Simulations and real runs.
 
@@ -182,19 +250,22 @@ class Simulate(
       window: seconds of a real run.
       sizes: numbers of workers whose simulation is timed.
       modes: the modes in which it is.
+      exchanges: exchanges of the simulated trainings in `TRAININGS`; 0 for none.
     """
 
     only: Sequence[str] = tuple(CASES)
     window: float = 15.0
     sizes: Sequence[int] = (100, 10_000)
     modes: Sequence[str] = tuple(MODES)
+    exchanges: Sequence[int] = (50_000, 5_000)
     repeats = 3
 
     def run(self) -> None:
         """Compare, then time the simulator."""
+        rows: list[Row]
         for name in self.only:
             case = CASES[name]
-            rows: list[Row] = []
+            rows = []
             for _ in range(self.repeats):
                 rows += [self.compare(case)]
             self.add(
@@ -202,17 +273,26 @@ class Simulate(
             )
         if self.sizes:
             self.add("speed", "the simulator", [*map(self.time, self.cases())])
+        sizes = zip(TRAININGS, self.exchanges, strict=True)
+        rows = []
+        for size, count in sizes:
+            if count:
+                with Process() as own:
+                    rows.append(own.call(train, *size, count))
+        if rows:
+            self.add("training", "simulated training", rows)
 
     def compare(self, case: Case) -> Row:
         """Return a table row of a real run and its simulation."""
         calibration, real = self.real(case)
-        alone = calibration.alone
+        alone, extra = calibration.alone, calibration.paced - calibration.alone
         host = min(alone, 1 / calibration.together)
+        rate = None if case.bandwidth is None else 2 * case.size / max(extra, 1e-3)
         cluster = simulate.Cluster(
             workers=len(case.steps),
             speed=calibration.speeds,
-            link=simulate.Link(latency=alone - host),
-            center=simulate.CenterHost(seconds=host, bandwidth=case.bandwidth),
+            link=simulate.Link(latency=alone - host, bandwidth=rate),
+            center=simulate.CenterHost(seconds=host, bandwidth=case.shared),
         )
         found = simulate.schedule(
             cluster,
@@ -220,29 +300,29 @@ class Simulate(
             mode=case.mode or Asynchronous(),
             rule=centers.rule(),
             params=centers.tree(case.size),
-            seconds=self.window,
+            seconds=20 * self.window,
         )
-        adopted = found.adopted >= 0
         stale = np.concatenate([np.array(each.staleness, int) for each in real])
-        measured = len(stale) / self.window
-        waited = sum(sum(each.waited) + each.last for each in real)
-        waiting = waited / self.window / len(case.steps)
-        simulated = float(found.waiting.sum() / self.window / len(case.steps))
-        ours = found.staleness[adopted]
+        steps = [np.mean(each.steps) for each in real]
+        waits = [np.mean(each.waited) for each in real]
+        measured = sum(1 / (s + w) for s, w in zip(steps, waits, strict=True))
+        waiting = np.mean([w / (s + w) for s, w in zip(steps, waits, strict=True)])
+        rounds = [np.diff(found.began[found.worker == w]) for w in range(len(steps))]
+        simulated = float(sum(1e9 / r.mean() for r in rounds))
+        idle = float(np.mean(1 - found.utilization))
+        ours = found.staleness[found.adopted >= 0]
         most = 1 + max(stale.max(), ours.max())
         histograms = [np.bincount(s, minlength=most) / len(s) for s in (stale, ours)]
         return {
-            "exchanges a second": measured,
-            "simulated": adopted.sum() / self.window,
-            "error %": 100 * (adopted.sum() / self.window / measured - 1),
+            "exchanges a second": float(measured),
+            "simulated": simulated,
+            "error %": 100 * (simulated / float(measured) - 1),
             "staleness": float(stale.mean()),
             "simulated ": float(ours.mean()),
             "distance %": 50 * float(np.abs(histograms[0] - histograms[1]).sum()),
-            "waiting %": 100 * waiting,
-            "simulated  ": 100 * simulated,
-            "error": 100 * (simulated - waiting),
-            "ms alone": 1e3 * alone,
-            "ms of the center": 1e3 * host,
+            "waiting %": 100 * float(waiting),
+            "simulated  ": 100 * idle,
+            "error": 100 * (idle - float(waiting)),
         }
 
     def real(self, case: Case) -> tuple[Calibration, list[Rounds]]:
@@ -262,23 +342,32 @@ class Simulate(
             for each in joining:
                 each.result()
 
-        seconds = min(CALIBRATION, self.window)
-        start(center.call(serve, case._replace(mode=None), False))
-        alone = float(np.median(crew[0].call(work, seconds).waited))
-        together = sum(all_of(exchange_for, seconds)) / seconds
-        steps = [np.array(each.steps) / PERIOD for each in all_of(work, seconds)]
+        start(center.call(serve, case._replace(mode=None, shared=None)))
+        alone = float(np.median(crew[0].call(calibrate).waited))
+        together = sum(all_of(exchange_for, CALIBRATION)) / CALIBRATION
+        steps = [np.array(each.steps) / PERIOD for each in all_of(calibrate)]
         speeds: list[simulate.Speed] = [
             simulate.LogNormal(float(np.median(s)), float(np.log(s).std()))
             for s in steps
         ]
+        paced = alone
+        if case.bandwidth is not None:
+            for process in (center, *crew):
+                process.call(pace, case.bandwidth)
+            paced = float(np.median(crew[0].call(calibrate).waited))
+            for process in (center, *crew):
+                process.call(pace, centers.LOOPBACK)
         all_of(leave)
         center.call(close)
-        start(center.call(serve, case, True))
+        start(center.call(serve, case))
+        if case.bandwidth is not None:
+            for process in (center, *crew):
+                process.call(pace, case.bandwidth)
         found = all_of(work, self.window, time.monotonic() + 0.2)
         all_of(leave)
         center.call(close)
         self.stack.close()
-        return Calibration(speeds, alone, together), found
+        return Calibration(speeds, alone, paced, together), found
 
     def cases(self) -> list[tuple[int, str]]:
         """Return the simulations to be timed."""

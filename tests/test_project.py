@@ -45,6 +45,7 @@ EXTRAS = {
         "ml_dtypes",
     },
     "checkpoint": {"orbax"},
+    "simulate": {"matplotlib"},
     "ops": {
         "cryptography",
         "grpc",

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from agn_optax._internal import check
 NANOSECONDS = 1_000_000_000  # in a second
 
 _DRAWS = 16  # random numbers that are drawn at a time
-T = TypeVar("T")
 
 
 def nanoseconds(seconds: float) -> int:
@@ -35,6 +34,7 @@ def stream(seed: int, worker: str, purpose: str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 
+@runtime_checkable
 class Speed(Protocol):
     """The time of a worker's local steps, as `Fixed` and others define it."""
 
@@ -360,10 +360,17 @@ class Cluster:
             raise errors.InvalidArgumentError(
                 f"workers must have unique names, and at least one, got {names}"
             )
-        for argument in ("speed", "link"):
-            _for_each(getattr(self, argument), len(names), argument)
+        for argument, kind, such_as in (
+            ("speed", Speed, "a speed such as Fixed(0.1)"),
+            ("link", Link, "a Link(...)"),
+        ):
+            for each in _for_each(getattr(self, argument), len(names), argument):
+                check.instance(each, kind, f"{argument} must be {such_as}")
+        check.instance(self.center, CenterHost, "center must be a CenterHost(...)")
+        check.instance(self.failures, Failures, "failures must be Failures(...)")
+        recorded = self.failures.recorded
         groups = [("joins", self.joins), ("leaves", self.leaves)]
-        groups += [("failures", dict.fromkeys(f.workers, f.at)) for f in self.recorded]
+        groups += [("failures", dict.fromkeys(f.workers, f.at)) for f in recorded]
         for argument, times in groups:
             for name, second in times.items():
                 check.seconds(second, f"{argument} of {name!r}")
@@ -381,11 +388,6 @@ class Cluster:
         return tuple(self.workers)
 
     @property
-    def recorded(self) -> Sequence[Failure]:
-        """The recorded failures."""
-        return self.failures.recorded
-
-    @property
     def speeds(self) -> Sequence[Speed]:
         """The speed of each worker."""
         return _for_each(self.speed, len(self.names), "speed")
@@ -396,7 +398,7 @@ class Cluster:
         return _for_each(self.link, len(self.names), "link")
 
 
-def _for_each(value: T | Sequence[T], count: int, argument: str) -> Sequence[T]:
+def _for_each(value: Any, count: int, argument: str) -> Sequence[Any]:
     """Return a value for each worker."""
     if not isinstance(value, Sequence):
         return [value] * count

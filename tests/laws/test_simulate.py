@@ -1,4 +1,4 @@
-"""Law 17: a schedule, executed, is the run of real workers in its order, bit for bit.
+"""Law 16: a schedule, executed, is the run of real workers in its order, bit for bit.
 
 Real workers and a `LocalCenter` are driven by hand, in the order of the schedule.
 Executed in batches, the schedule has the same numbers to rounding.

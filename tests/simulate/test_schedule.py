@@ -487,6 +487,8 @@ def test_bad_arguments_are_rejected(arguments, text):
         (lambda: Cluster(workers=0, speed=Fixed(1.0)), "workers must be"),
         (lambda: Cluster(workers=["a", "a"], speed=Fixed(1.0)), "unique names"),
         (lambda: Cluster(workers=3, speed=[Fixed(1.0)] * 2), "speed must be one for"),
+        (lambda: Cluster(workers=3, speed=0.1), "speed must be a speed such as"),
+        (lambda: Cluster(workers=1, speed=Fixed(1.0), link=1e9), "link must be"),
         (
             lambda: Cluster(workers=1, speed=Fixed(1.0), joins={"anna": 1.0}),
             "joins must name workers, got 'anna'",
