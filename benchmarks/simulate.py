@@ -1,11 +1,10 @@
 """Simulated runs against real ones, and the speed of the simulator.
 
 The real runs have a center and workers in processes of their own. A local step is a
-computation and a pause up to the step's time, so that the load of the machine hardly
-matters. The simulator gets these times, the bandwidth of the link, and two numbers that
-are measured before: the seconds of a call that exchanges, of one worker alone, and how
-many exchanges a second the center makes for all workers together. The spread of the
-steps' times is measured before, too.
+computation and a pause up to the step's time. The simulator gets the recorded times of
+the steps, as from a tape, and the bandwidth of the link. Two numbers are measured
+before the run: the seconds of a call that exchanges, of one worker alone, and how many
+exchanges a second the center makes for all workers together.
 
 "exchanges a second" are the sum over the workers of one by the mean time of their
 rounds. "staleness" is the mean of all messages, and "distance" half of the sum of the
@@ -94,7 +93,6 @@ class Rounds(NamedTuple):
 class Calibration(NamedTuple):
     """What is measured before a run."""
 
-    speeds: list[simulate.Speed]
     alone: float  # seconds of a call that exchanges, of one worker alone
     paced: float  # the same over a slow link
     together: float  # exchanges a second of all workers
@@ -290,7 +288,9 @@ class Simulate(
         rate = None if case.bandwidth is None else 2 * case.size / max(extra, 1e-3)
         cluster = simulate.Cluster(
             workers=len(case.steps),
-            speed=calibration.speeds,
+            speed=[
+                simulate.Recorded([s / PERIOD for s in each.steps]) for each in real
+            ],
             link=simulate.Link(latency=alone - host, bandwidth=rate),
             center=simulate.CenterHost(seconds=host, bandwidth=case.shared),
         )
@@ -345,11 +345,6 @@ class Simulate(
         start(center.call(serve, case._replace(mode=None, shared=None)))
         alone = float(np.median(crew[0].call(calibrate).waited))
         together = sum(all_of(exchange_for, CALIBRATION)) / CALIBRATION
-        steps = [np.array(each.steps) / PERIOD for each in all_of(calibrate)]
-        speeds: list[simulate.Speed] = [
-            simulate.LogNormal(float(np.median(s)), float(np.log(s).std()))
-            for s in steps
-        ]
         paced = alone
         if case.bandwidth is not None:
             for process in (center, *crew):
@@ -367,7 +362,7 @@ class Simulate(
         all_of(leave)
         center.call(close)
         self.stack.close()
-        return Calibration(speeds, alone, paced, together), found
+        return Calibration(alone, paced, together), found
 
     def cases(self) -> list[tuple[int, str]]:
         """Return the simulations to be timed."""

@@ -388,8 +388,10 @@ class Ledger:
             sequence number is neither the last one nor the next.
           InvalidArgumentError: the center never had the version of the anchor.
         """
-        self.heartbeat(worker, session_id, now)
+        self.expire(now)
         member = self.member(worker, session_id)
+        if member.connected:
+            self._extend_lease(member, now)
         sequence, anchor = submission.sequence, submission.anchor_version
         if not 0 <= anchor <= self.version:
             raise errors.InvalidArgumentError(

@@ -251,7 +251,7 @@ class Failure:
       down: seconds after which they join again, as new sessions; None if they do not.
 
     Raises:
-      InvalidArgumentError: a number is out of range.
+      InvalidArgumentError: a number is out of range, or there is no name.
 
     Example:
       >>> from agn_optax import simulate
@@ -267,6 +267,10 @@ class Failure:
         check.seconds(self.at, "at")
         if self.down is not None:
             check.seconds(self.down, "down")
+        if not self.workers or isinstance(self.workers, str):
+            raise errors.InvalidArgumentError(
+                f"workers must be a sequence of names, got {self.workers!r}"
+            )
         object.__setattr__(self, "workers", tuple(self.workers))
 
 

@@ -156,6 +156,7 @@ class Simulation:
       sessions: the rows of sessions' events.
       now: the time, ns.
       settled: number of messages that the center has settled.
+      events: number of events.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -172,8 +173,9 @@ class Simulation:
         self._free = 0  # ns, time at which the center's host is free
         cluster = settings.cluster
         host = cluster.center
-        self._seconds, self._rate = nanoseconds(host.seconds), host.rate or math.inf
-        self._is_served = bool(host.seconds or host.rate)
+        self._host_time = nanoseconds(host.seconds)
+        self._host_rate = host.rate or math.inf
+        self._host_takes_time = bool(host.seconds or host.rate)
         self._inward = self._outward = None
         if host.bandwidth is not None:
             self._inward = SharedLink(host.bandwidth)
@@ -196,7 +198,6 @@ class Simulation:
         ]
         self._index = {worker.name: worker.index for worker in self.workers}
         self._before_barrier: list[_Worker] = []
-        self._groups: list[tuple[list[_Worker], Iterator[int]]] = []
         self._plan()
 
     def _plan(self) -> None:
@@ -351,7 +352,8 @@ class Simulation:
                 if down is not None:
                     self._push(now + nanoseconds(down), _JOIN, worker.index)
                 worker.is_gone = worker.is_gone or down is None
-        if self._failures > _HOPELESS * len(self.workers):
+        is_endless = self._settings.seconds is None
+        if is_endless and self._failures > _HOPELESS * len(self.workers):
             raise errors.SimulationError(
                 f"the simulation cannot end: {self._failures} failures since the last "
                 "exchange, because workers fail before they complete an exchange"
@@ -566,13 +568,12 @@ class Simulation:
         if message.outcome is Outcome.LOST:
             return  # its worker has failed meanwhile
         message.arrived = now
-        if not self._is_served:
+        if not self._host_takes_time:
             self._served(now, index, number, message)
             return
         size = sum(self._settings.sizes[message.fragment])
-        self._free = max(now, self._free) + self._seconds
-        if size:
-            self._free += math.ceil(1e9 * size / self._rate)
+        self._free = max(now, self._free) + self._host_time
+        self._free += math.ceil(1e9 * size / self._host_rate)
         self._push(self._free, _SERVED, index, message)
 
     def _served(self, now: int, index: int, number: int, message: Message) -> None:

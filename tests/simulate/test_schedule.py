@@ -484,6 +484,7 @@ def test_bad_arguments_are_rejected(arguments, text):
         (lambda: Link(bandwidth=0.0), "bandwidth must be"),
         (lambda: CenterHost(rate=0.0), "rate must be"),
         (lambda: Failures(every=0.0), "every must be"),
+        (lambda: Failure(at=1.0, workers=[]), "workers must be a sequence of names"),
         (lambda: Cluster(workers=0, speed=Fixed(1.0)), "workers must be"),
         (lambda: Cluster(workers=["a", "a"], speed=Fixed(1.0)), "unique names"),
         (lambda: Cluster(workers=3, speed=[Fixed(1.0)] * 2), "speed must be one for"),
