@@ -22,8 +22,8 @@ The table "speed" has the events of a second on one core, as the simulator count
 
 The last table is of simulated training: a network of two layers, batches of 8 and
 four local steps an exchange, with adam at the workers. Its memory is the process's
-largest, so each row has a process of its own. Seconds are those of the processor, of all
-threads; compilation is shown apart.
+largest, so each row has a process of its own. Minutes and seconds of the processor are
+those of all threads. Compilation is shown apart.
 
     python benchmarks/simulate.py
     python benchmarks/simulate.py --only unequal --window 60
@@ -232,7 +232,7 @@ def train(workers: int, parameters: int, exchanges: int) -> Row:
         "exchanges": exchanges,
         "a minute of the processor": 60 * made / (busy - compiled),
         "a minute": 60 * made / (passed - waited),
-        "seconds of compilation": compiled - first * (busy - compiled) / made,
+        "compilation, s": compiled - first * (busy - compiled) / made,
         "largest memory, GB": largest * 1024 / 1e9,
     }
 

@@ -105,7 +105,7 @@ def run(
       ...     period=5,
       ...     exchanges=100,
       ... )
-      >>> len(found), found.loss[-10:].mean() < found.loss[:10].mean()
+      >>> len(found), bool(found.loss[-10:].mean() < found.loss[:10].mean())
       (100, True)
     """
     planned = schedule(
