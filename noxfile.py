@@ -33,7 +33,7 @@ NEEDED = (
 
 HERE = pathlib.Path(__file__).parent
 # The extras that the tests need besides the group dev; the same as in `make lock`.
-EXTRAS = "cli,flax,grain,keys,kubernetes,metrics"
+EXTRAS = "cli,flax,grain,keys,kubernetes,metrics,plot"
 # For each extra, statements that must run with only that extra installed.
 USES = {
     "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",

@@ -106,6 +106,7 @@ _MODULES = (
     "center",
     "checkpoint",
     "service",
+    "simulate",
     "tape",
     "towers",
     "worker",

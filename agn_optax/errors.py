@@ -9,6 +9,7 @@
     ├── CenterNotFoundError (LookupError)     an optimizer state holds no center
     ├── AmbiguousCenterError (LookupError)    an optimizer state holds several centers
     ├── MissingExtraError (ImportError)       optional packages are not installed
+    ├── SimulationError (RuntimeError)        a simulation cannot go on to its end
     └── CenterError                           a call to a center failed
         ├── NotInitializedError               the center has no parameters yet
         ├── AlreadyInitializedError           the center already has parameters
@@ -69,6 +70,10 @@ class AmbiguousCenterError(AgnOptaxError, LookupError):
 
 class MissingExtraError(AgnOptaxError, ImportError):
     """Optional packages that are not installed; names them, and what installs them."""
+
+
+class SimulationError(AgnOptaxError, RuntimeError):
+    """A simulation that cannot end or does not fit into memory; says why."""
 
 
 class CenterError(AgnOptaxError):

@@ -29,7 +29,8 @@ from rich.markdown import Markdown
 from rich.progress import track
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path += [str(ROOT), str(ROOT / "examples")]  # for examples and helpers of tests
+# For examples and helpers of tests.
+sys.path += map(str, (ROOT, ROOT / "examples", ROOT / "tests"))
 
 Row = dict[str, Any]
 Run = Callable[[], float | None]  # returns the seconds if it measures the time itself

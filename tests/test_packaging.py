@@ -189,6 +189,7 @@ def requirements(extra):
 def test_every_package_that_a_layer_imports_is_in_an_extra():
     extras = {
         "checkpoint": ["flax"],
+        "simulate": ["plot"],
         "training": ["cli"],
         "ops": ["cli", "keys", "flax", "metrics", "kubernetes"],
     }

@@ -33,8 +33,17 @@ LAYERS = {
     "tape": {"_internal", "rules", "round", "center"},
     "worker": {"_internal", "rules", "round", "center"},
     "service": {"_internal", "rules", "round", "center", "worker"},
+    "simulate": {"_internal", "rules", "round", "center", "worker"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
-    "ops": {"_internal", "rules", "round", "center", "service", "tape"},
+    "ops": {
+        "_internal",
+        "rules",
+        "round",
+        "center",
+        "service",
+        "simulate",
+        "tape",
+    },
 }
 # Packages that a layer needs beyond jax, numpy, optax and the standard library.
 EXTRAS = {
@@ -45,6 +54,7 @@ EXTRAS = {
         "ml_dtypes",
     },
     "checkpoint": {"orbax"},
+    "simulate": {"matplotlib"},
     "ops": {
         "cryptography",
         "grpc",
@@ -345,6 +355,7 @@ def test_import_loads_no_heavy_package_and_no_backend():
         agn_optax.center,
         agn_optax.checkpoint,
         agn_optax.service,
+        agn_optax.simulate,
         agn_optax.tape,
         agn_optax.errors,
     ],

@@ -23,6 +23,7 @@ from agn_optax.center._limits import Limits
 from agn_optax.center._local import LocalCenter
 from agn_optax.center._local import PackedCenter as PackedCenter
 from agn_optax.center._message_limits import MessageLimits
+from agn_optax.center._message_limits import Rejections as Rejections
 from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed

@@ -514,7 +514,7 @@ class Core:
                     self._failures[worker] = message.submission.sequence, error
                     continue
             # A rejected worker adopts the center with the other messages of the round.
-            adopts_before = self.rule.adopts == "before" and i in to_apply
+            adopts_before = self.rule.adopts == "before" and batch.is_applied(i)
             adopted = before if adopts_before else current
             adopted.readers += 1
             member = self.ledger.registered()[worker]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from agn_optax.center._submission import Submission
 
 class Stage(enum.Enum):
     """The states of a worker's session."""
+
+    __hash__ = object.__hash__  # `NEXT` is read several times in each exchange
 
     IDLE = "no exchange is under way"
     WAITING = "its message waits to be applied"
@@ -99,7 +102,7 @@ class Totals(NamedTuple):
 _NO_TOTALS = Totals()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Member:
     """The ledger's record of a worker."""
 
@@ -144,8 +147,7 @@ _SPEED_ROUNDS = 3  # rounds over which a worker's speed is measured
 _MAX_ENDED_SESSIONS = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Messages to be applied together as one update, or to be dropped."""
 
     entries: tuple[Entry, ...]  # sorted by worker
@@ -157,11 +159,14 @@ class Batch:
     workers: int  # number of registered workers
     round_staleness: tuple[int, ...]  # of each message
 
+    def is_applied(self, index: int) -> bool:
+        """Return whether a message is to be applied."""
+        return self.applies and self.entries[index].worker not in self.rejected
+
     @property
     def indices_to_apply(self) -> list[int]:
         """Indices of the messages to be applied."""
-        entries = enumerate(self.entries) if self.applies else ()
-        return [i for i, entry in entries if entry.worker not in self.rejected]
+        return [*filter(self.is_applied, range(len(self.entries)))]
 
 
 class Ledger:
@@ -193,6 +198,15 @@ class Ledger:
         self._registered: dict[str, Member] = {}
         self._ended: dict[str, Member] = {}  # remembered, in order of their ends
         self._newly_ended: dict[str, None] = {}  # names; see `take_ended`
+        # So that no decision on a message looks at all workers or all messages:
+        self._at_round: dict[int, int] = {}  # registered workers by number of rounds
+        self._slowest = 0  # the smallest of these numbers; 0 without workers
+        self._highest_speed: float | None = 0.0  # of registered workers; None: unknown
+        self._first_on_time: Entry | None = None  # see `round_began`
+        # Version and rounds of the slowest worker when `due` returned None, and whose
+        # messages have arrived since.
+        self._looked_at: tuple[int, int] | None = None
+        self._arrived: dict[str, None] = {}  # by worker
         self._first_expiry = math.inf  # time before which no session expires
         self._last_expire = -math.inf  # time of the last call of `expire`
         # Seconds between two calls of `expire` that show a suspension of the process.
@@ -274,22 +288,23 @@ class Ledger:
                 f"there is a worker {worker!r} already, which joined "
                 f"{now - old.joined:.0f} s ago; give each worker a name of its own"
             )
-        rounds = [m.rounds for name, m in self._registered.items() if name != worker]
+        if old is not None and not old.has_ended:
+            self._forget(old)
         if old is not None and is_same:
             member = old
             if member.has_ended:
-                member.rounds = min(rounds, default=member.rounds)
+                member.rounds = self._slowest if self._at_round else member.rounds
         else:
             self.pending.pop(worker, None)
-            slowest = min(rounds, default=0)
-            member = Member(session_id, self.version, slowest, now, now, Recent(now, 2))
+            rounds, recent = self._slowest, Recent(now, 2)
+            member = Member(session_id, self.version, rounds, now, now, recent)
             if old is not None:  # a worker of that name is likely on the same machine
                 self._set_speeds(member, old.speeds)
                 member.totals = old.totals
         member.state = NEXT[member.state, "join"]
         self._ended.pop(worker, None)
         self._newly_ended.pop(worker, None)
-        self._registered[worker] = member
+        self._register(worker, member)
         member.connected, member.heartbeat_timeout = True, heartbeat_timeout
         member.connection += 1
         self._extend_lease(member, now)
@@ -373,8 +388,10 @@ class Ledger:
             sequence number is neither the last one nor the next.
           InvalidArgumentError: the center never had the version of the anchor.
         """
-        self.heartbeat(worker, session_id, now)
+        self.expire(now)
         member = self.member(worker, session_id)
+        if member.connected:
+            self._extend_lease(member, now)
         sequence, anchor = submission.sequence, submission.anchor_version
         if not 0 <= anchor <= self.version:
             raise errors.InvalidArgumentError(
@@ -397,6 +414,8 @@ class Ledger:
                 self._set_speeds(member, (*member.speeds, speed)[-_SPEED_ROUNDS:])
             member.round_version = max(member.round_version, anchor)
             self.pending[worker] = Entry(worker, submission.without_arrays(), now, norm)
+            self._arrived.pop(worker, None)
+            self._arrived[worker] = None  # the last one
         return not is_last
 
     def due(self, now: float) -> Batch | None:
@@ -407,8 +426,12 @@ class Ledger:
         self.expire(now)
         due = self.mode.due(self, now)
         if due is None:
+            self._looked_at = self.version, self._slowest
+            self._arrived.clear()
             return None
-        entries = sorted(due.entries, key=lambda entry: entry.worker)
+        entries = due.entries
+        if len(entries) > 1:
+            entries = sorted(entries, key=lambda entry: entry.worker)
         late = [self.round_staleness(entry) for entry in entries]
         rejected = {}
         for entry in entries:
@@ -420,7 +443,7 @@ class Ledger:
                 rejected[entry.worker] = rejection._replace(is_last=is_last)
         return Batch(
             tuple(entries),
-            tuple(self.version - e.submission.anchor_version for e in entries),
+            tuple([self.version - e.submission.anchor_version for e in entries]),
             self.mode.weights(late),
             due.applies,
             rejected,
@@ -439,8 +462,32 @@ class Ledger:
 
     def rounds_ahead(self, entry: Entry) -> int:
         """Return the rounds by which a message's worker is ahead of the slowest."""
-        slowest = min(member.rounds for member in self._registered.values())
-        return self._registered[entry.worker].rounds - slowest
+        return self._registered[entry.worker].rounds - self._slowest
+
+    def to_look_at(self, *, versions: bool) -> Iterable[Entry]:
+        """Return the messages that may have become due: see `Waiting`."""
+        if self._looked_at is not None:
+            version, slowest = self._looked_at
+            is_same = version == self.version or not versions
+            if is_same and slowest == self._slowest:
+                return map(
+                    self.pending.__getitem__,
+                    filter(self.pending.__contains__, self._arrived),
+                )
+        return self.pending.values()
+
+    @property
+    def round_began(self) -> float:
+        """The arrival of the first message that is on time: see `Waiting`."""
+        first = self._first_on_time
+        if (
+            first is None
+            or self.pending.get(first.worker) is not first
+            or self.round_staleness(first)
+        ):
+            on_time = (e for e in self.pending.values() if not self.round_staleness(e))
+            first = self._first_on_time = next(on_time, None)
+        return (first or next(iter(self.pending.values()))).arrived
 
     def pace(self, worker: str) -> float | None:
         """Return a worker's speed divided by the highest one; None if unknown.
@@ -450,19 +497,22 @@ class Ledger:
         member = self._registered.get(worker)
         if member is None or not member.speed:
             return None
-        return member.speed / max(m.speed for m in self._registered.values())
+        if self._highest_speed is None:
+            self._highest_speed = max(m.speed for m in self._registered.values())
+        return member.speed / self._highest_speed
 
     def settle(self, batch: Batch, now: float) -> None:
         """Record that the messages of a batch were applied, dropped or rejected."""
-        to_apply = batch.indices_to_apply
-        self.version += bool(to_apply)
+        applied = [*map(batch.is_applied, range(len(batch.entries)))]
+        self.version += any(applied)
         for i, entry in enumerate(batch.entries):
-            del self.pending[entry.worker]
-            member = self._registered[entry.worker]
-            rejection = batch.rejected.get(entry.worker)
+            worker, message = entry.worker, entry.submission
+            del self.pending[worker]
+            member = self._registered[worker]
+            rejection = batch.rejected.get(worker)
+            delivered = applied[i]
             member.began = now
-            member.recent.add(now, i in to_apply, entry.submission.steps)
-            message, delivered = entry.submission, i in to_apply
+            member.recent.add(now, delivered, message.steps)
             member.totals = member.totals.plus(message, delivered=delivered)
             self.totals = self.totals.plus(message, delivered=delivered)
             if rejection is not None:
@@ -473,18 +523,23 @@ class Ledger:
                     member.state = NEXT[member.state, "fail"]
                     continue
             member.state = NEXT[member.state, "settle"]
-            member.sequence = entry.submission.sequence
+            member.sequence = message.sequence
             member.staleness = batch.staleness[i]
             member.round_version = self.version
-            member.applied = i in to_apply
+            member.applied = delivered
             member.rejection_reason = "" if rejection is None else rejection.reason
-            member.rounds += batch.applies  # a rejected message counts as a round
+            if batch.applies:  # a rejected message counts as a round
+                self._count(member.rounds + 1, 1)
+                self._count(member.rounds, -1)
+                member.rounds += 1
             if member.applied:
                 member.exchanges += 1
                 member.consecutive_rejections = 0
             elif rejection is None:
                 member.dropped += 1
-        self.rejections.add_norms(batch.entries[i].norm for i in to_apply)
+        self.rejections.add_norms(
+            entry.norm for entry in itertools.compress(batch.entries, applied)
+        )
 
     def fail(self, batch: Batch) -> None:
         """Record that a batch failed, as if its messages had not been sent."""
@@ -527,7 +582,7 @@ class Ledger:
             self._set_speeds(member, tuple(member.speeds))
             member.totals = Totals(*member.totals)
             self._ended.pop(name, None)
-            self._registered[name] = member
+            self._register(name, member)
             self.disconnect(name, member.session_id, member.connection, now)
             if saved["has_ended"] or is_new_id:
                 self._end_session(name, member)
@@ -539,7 +594,8 @@ class Ledger:
     def deadline(self) -> float | None:
         """Return the time to call `due` again if no event comes; None for never."""
         times = [self.mode.deadline(self)]
-        for member in self._registered.values():
+        may_expire = min(self._first_expiry, self._suspension) < math.inf
+        for member in self._registered.values() if may_expire else ():
             times.append(member.expires)
             if member.connected and member.heartbeat_timeout is not None:
                 # Often enough to show that the process is running: see `expire`.
@@ -558,7 +614,40 @@ class Ledger:
         member.speeds = speeds
         # The median, because in one round the process may have been suspended, or the
         # local steps may have been made before the round began.
+        before = member.speed
         member.speed = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
+        self._compare_speed(before, member.speed)
+
+    def _compare_speed(self, before: float, after: float) -> None:
+        """Follow the highest speed when that of a worker changes; 0 is no speed."""
+        highest = self._highest_speed
+        if highest is not None and after >= highest:
+            self._highest_speed = after
+        elif before == highest:
+            self._highest_speed = None
+
+    def _count(self, rounds: int, change: int) -> None:
+        """Change the number of registered workers with a number of rounds."""
+        count = self._at_round.get(rounds, 0) + change
+        if count:
+            self._at_round[rounds] = count
+            if rounds < self._slowest or len(self._at_round) == 1:
+                self._slowest = rounds
+        else:
+            del self._at_round[rounds]
+            if rounds == self._slowest:
+                self._slowest = min(self._at_round, default=0)
+
+    def _register(self, worker: str, member: Member) -> None:
+        """Add a worker to the registered ones, and to what is known of all."""
+        self._registered[worker] = member
+        self._count(member.rounds, 1)
+        self._compare_speed(0.0, member.speed)
+
+    def _forget(self, member: Member) -> None:
+        """Remove a registered worker from what is known of all."""
+        self._count(member.rounds, -1)
+        self._compare_speed(member.speed, 0.0)
 
     def _extend_lease(self, member: Member, now: float) -> None:
         member.seen = now
@@ -575,6 +664,7 @@ class Ledger:
         member.state = NEXT[member.state, "leave"]
         member.connected, member.expires = False, math.inf
         self.pending.pop(worker, None)
+        self._forget(member)
         self._ended[worker] = self._registered.pop(worker)
         self._newly_ended[worker] = None
         if len(self._ended) > _MAX_ENDED_SESSIONS:

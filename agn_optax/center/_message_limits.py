@@ -124,10 +124,11 @@ class Rejections:
           norm: norm of the message; None if it was not measured.
         """
         limits = self.limits
-        for kind in ("steps", "weight"):
-            claimed, limit = getattr(submission, kind), getattr(limits, kind)
-            if limit is not None and (claimed or 0) > limit:
-                return _exceeds(kind, f"it claims {kind}={claimed:g}", limit)
+        steps, weight = submission.steps, submission.weight or 0.0
+        if limits.steps is not None and steps > limits.steps:
+            return _exceeds("steps", f"it claims steps={steps}", limits.steps)
+        if limits.weight is not None and weight > limits.weight:
+            return _exceeds("weight", f"it claims weight={weight:g}", limits.weight)
         if norm is None:
             return None
         if limits.nonfinite and not norm <= self.max_norm:  # also true for NaN

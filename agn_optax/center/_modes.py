@@ -21,7 +21,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from agn_optax import errors
@@ -29,8 +29,7 @@ from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """A message that waits to be applied."""
 
     worker: str
@@ -55,6 +54,24 @@ class Waiting(Protocol):
 
     def rounds_ahead(self, entry: Entry) -> int:
         """Return the rounds by which a message's worker is ahead of the slowest."""
+
+    def to_look_at(self, *, versions: bool) -> Iterable[Entry]:
+        """Return the messages that may have become due, in the order of arrival.
+
+        These are all that wait; or only those that have arrived since `Mode.due` last
+        returned None, if no message from before can be due.
+
+        Args:
+          versions: whether a message that waits may become due by a new version, and
+            not only by a round of the slowest worker.
+        """
+
+    @property
+    def round_began(self) -> float:
+        """The arrival, in s, of the first message that is on time, or of the first.
+
+        There must be a message.
+        """
 
 
 class Due(NamedTuple):
@@ -148,9 +165,9 @@ class BoundedStaleness(Mode):
 
     def due(self, waiting: Waiting, now: float) -> Due | None:
         """Return the first message to drop or to apply: see `Mode.due`."""
-        for entry in waiting.pending.values():
-            late = waiting.round_staleness(entry)
-            if self.versions is not None and late > self.versions:
+        versions = self.versions
+        for entry in waiting.to_look_at(versions=versions is not None):
+            if versions is not None and waiting.round_staleness(entry) > versions:
                 return Due([entry], applies=False)
             if self.rounds is None or waiting.rounds_ahead(entry) <= self.rounds:
                 return Due([entry])
@@ -199,13 +216,13 @@ class Synchronous(Mode):
 
     def due(self, waiting: Waiting, now: float) -> Due | None:
         """Return the messages of a round that has ended: see `Mode.due`."""
-        entries = list(waiting.pending.values())
         if self.late == "drop":
-            for entry in entries:
+            for entry in waiting.to_look_at(versions=True):
                 if waiting.round_staleness(entry):
                     return Due([entry], applies=False)
-        if entries and (waiting.is_complete or now >= self.deadline(waiting)):
-            return Due(entries)
+        pending = waiting.pending
+        if pending and (waiting.is_complete or now >= self.deadline(waiting)):
+            return Due([*pending.values()])
         return None
 
     def weights(self, round_staleness: Sequence[int]) -> tuple[float, ...] | None:
@@ -215,9 +232,7 @@ class Synchronous(Mode):
 
     def deadline(self, waiting: Waiting) -> float:
         """Return when a round ends with the messages so far; inf without a quorum."""
-        entries = waiting.pending.values()
-        if self.quorum is None or len(entries) < self.quorum:
+        if self.quorum is None or len(waiting.pending) < self.quorum:
             return math.inf
         # A late message must not use up the grace period of the next round.
-        on_time = [e.arrived for e in entries if not waiting.round_staleness(e)]
-        return min(on_time or [e.arrived for e in entries]) + self.grace
+        return waiting.round_began + self.grace

@@ -41,10 +41,11 @@ class Recent:
     def add(self, now: float, *grown: float) -> None:
         """Add an event: the amount by which each quantity has grown."""
         points = self._points
-        totals = map(operator.add, self.totals, grown)
+        point = now, *map(operator.add, points[-1][1:], grown)
         if len(points) > 1 and now - points[-2][0] < _MIN_DISTANCE:
-            points.pop()
-        points.append((now, *totals))
+            points[-1] = point
+            return
+        points.append(point)
         while len(points) > _MIN_POINTS and points[1][0] <= now - _WINDOW:
             points.popleft()
 

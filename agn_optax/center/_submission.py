@@ -87,6 +87,9 @@ class Submission(NamedTuple):
 
     def without_arrays(self) -> Submission:
         """Return the plain fields of the submission; the others have no values."""
+        others = self.contribution, self.reported, self.notices
+        if self.attempt == 0 and all(other is None for other in others):
+            return self
         return self._replace(contribution=None, reported=None, notices=None, attempt=0)
 
 

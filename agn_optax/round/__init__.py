@@ -44,6 +44,7 @@ from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import contribution_like as contribution_like
+from agn_optax.round._round import exchange_bytes as exchange_bytes
 from agn_optax.round._slots import slots as slots
 from agn_optax.round.placements import CenterShards as CenterShards
 from agn_optax.round.placements import OnHost as OnHost

@@ -290,6 +290,17 @@ def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTr
     return jax.eval_shape(send, center, center if params is None else params)
 
 
+def exchange_bytes(
+    rule: Rule, center: PyTree, params: PyTree = None
+) -> tuple[int, int]:
+    """Return the bytes of a message and of its answer, without computing any.
+
+    Arguments are those of `contribution_like`.
+    """
+    message = trees.nbytes(contribution_like(rule, center, params))
+    return message, trees.nbytes(center, rule.codec.answers)
+
+
 def recovers(rule: Rule) -> bool:
     """Return whether a contribution determines the parameters it was made from.
 

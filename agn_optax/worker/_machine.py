@@ -24,11 +24,14 @@ has the allowed events for each state.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
 class State(enum.Enum):
     """The states of a worker between and during its exchanges."""
+
+    __hash__ = object.__hash__  # `NEXT` is read several times in each exchange
 
     NO_SESSION = "the worker has not started, or it has left"
     LOCAL = "local steps are made, and no message exists"
@@ -246,17 +249,28 @@ class ExchangeMachine:
 
     def must_act(self, length: int) -> bool:
         """Return whether a call must send a message, or wait for an answer."""
-        if not self.in_flight:
-            return self.has_pending_message or self.is_full(length)
-        delay = min(self.delay, length)  # the round may be shorter
-        patience = delay or length
-        if self.patience is not None:
-            patience = max(self.patience, delay, 1)
-        return self.current.steps >= patience
+        return self.has_pending_message or self.steps_left(length) <= 0
 
     def may_receive(self, length: int) -> bool:
         """Return whether an answer to the message in flight may be adopted."""
-        return self.in_flight and self.current.steps >= min(self.delay, length)
+        return self.in_flight and self.steps_left(length, is_answered=True) <= 0
+
+    def steps_left(self, length: int, *, is_answered: bool = False) -> int:
+        """Return the local steps until a call sends a message, or needs an answer.
+
+        Args:
+          length: the length of the round.
+          is_answered: whether the answer to a message in flight has arrived.
+        """
+        made = self.current.steps
+        if not self.in_flight:
+            return length - made
+        delay = min(self.delay, length)  # the round may be shorter
+        if is_answered:
+            return delay - made
+        if self.patience is not None:
+            return max(self.patience, delay, 1) - made
+        return (delay or length) - made
 
     def is_due(self, length: int, steps: int = 1) -> bool:
         """Return whether a call after ``steps`` more local steps may do anything."""
@@ -274,3 +288,27 @@ class ExchangeMachine:
 
     def _move(self, event: str) -> None:
         self.state = NEXT[self.state, event]
+
+
+def due_fragments(
+    machines: Sequence[ExchangeMachine],
+    turn: int,
+    must_act_now: Callable[[int], bool],
+    is_full: Callable[[int], bool],
+) -> list[int]:
+    """Return the fragments of one call: one to adopt, and perhaps one to send.
+
+    Args:
+      machines: the machine of each fragment.
+      turn: the fragment that comes first.
+      must_act_now: whether an action of a fragment is due.
+      is_full: whether the round of a fragment is full.
+    """
+    fragments = range(len(machines))
+    if pending := [f for f in fragments if machines[f].has_pending_message]:
+        return pending  # must be completed before all else
+    due = [f for f in (*fragments[turn:], *fragments[:turn]) if must_act_now(f)]
+    receiving = [f for f in due if machines[f].in_flight][:1]
+    if not receiving or is_full(receiving[0]):  # it also sends
+        return due[:1]
+    return receiving + [f for f in due if machines[f].can_send_in_background][:1]

@@ -36,6 +36,7 @@ from agn_optax.worker._fragment import (
     FragmentWorker,
     check_called_from_python,
 )
+from agn_optax.worker._machine import due_fragments
 from agn_optax.worker._phase import FragmentedModel, WholeModel
 
 PyTree = Any
@@ -546,15 +547,13 @@ class Worker:
 
     def _due_fragments(self) -> list[int]:
         """Return the fragments of one call: one to adopt, and perhaps one to send."""
-        if pending := self._pending:
-            return pending
         workers = self._workers
-        due = [f for f in self._order if workers[f].must_act_now()]
-        receiving = [f for f in due if workers[f].machine.in_flight][:1]
-        if not receiving or workers[receiving[0]].is_full:  # it also sends
-            return due[:1]
-        sending = [f for f in due if workers[f].machine.can_send_in_background]
-        return receiving + sending[:1]
+        return due_fragments(
+            [worker.machine for worker in workers],
+            self._turn,
+            lambda f: workers[f].must_act_now(),
+            lambda f: workers[f].is_full,
+        )
 
     @property
     def _pending(self) -> list[int]:

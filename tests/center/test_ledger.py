@@ -334,7 +334,7 @@ class Commands(RuleBasedStateMachine):
         """Return whether there was a batch; settle or reject it."""
         for name, entry in self.ledger.pending.items():
             norm = 2.0 if name in unwanted else 0.0
-            self.ledger.pending[name] = dataclasses.replace(entry, norm=norm)
+            self.ledger.pending[name] = entry._replace(norm=norm)
         batch = self.ledger.due(self.now)
         self.expire()
         if batch is None:

@@ -43,6 +43,15 @@ class PendingMessages:
     def rounds_ahead(self, entry):
         return self._lateness[entry.worker][1]
 
+    def to_look_at(self, *, versions):
+        return self.pending.values()
+
+    @property
+    def round_began(self):
+        entries = self.pending.values()
+        on_time = [e.arrived for e in entries if not self.round_staleness(e)]
+        return min(on_time or [e.arrived for e in entries])
+
 
 def due(mode, waiting, now=9.0):
     found = mode.due(waiting, now)

@@ -16,6 +16,7 @@ from agn_optax.ops.cli import (
     _options,
     _plan,
     _serve,
+    _simulate,
     _status,
     _tape,
 )
@@ -72,6 +73,9 @@ for subcommand in (
     *(_tape.what_if, _tape.evaluate),
 ):
     app.command(cls=_options.Command)(_options.as_command(subcommand))
+app.command("simulate", cls=_options.Command)(
+    _options.as_command(_simulate.simulate_command)
+)
 # Options after the program's name belong to the program.
 app.command(
     "launch",

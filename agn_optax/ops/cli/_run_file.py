@@ -34,7 +34,7 @@ class RunOptions:
     name: str | None = None
 
 
-_TABLES = ("rule", "center", "resources", *ENGINES)
+_TABLES = ("rule", "center", "cluster", "resources", *ENGINES)
 
 
 class _FileKeys:
@@ -50,6 +50,23 @@ class _ResourceTables:
 
     worker: dict[str, Any]
     center: dict[str, Any]
+
+
+def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a run's file; return its tables by name, and the values at its top.
+
+    The tables of the rule and of the center have been parsed.
+
+    Raises:
+      InvalidArgumentError: the file cannot be read, or is not valid.
+    """
+    table = _options.load_toml(path)
+    tables = {name: table.pop(name, {}) for name in _TABLES}
+    values = _options.parse_table(table, str(path), _FileKeys, RunOptions)
+    for name, kind in (("rule", RuleOptions), ("center", CenterOptions)):
+        where = f"[{name}] of {path}"
+        tables[name] = _options.parse_table(tables[name], where, kind)
+    return tables, values
 
 
 def engine_of_file(
@@ -71,9 +88,7 @@ def engine_of_file(
     Raises:
       InvalidArgumentError: the file is not valid, or the engine cannot do this run.
     """
-    table = _options.load_toml(path)
-    tables = {name: table.pop(name, {}) for name in _TABLES}
-    values = _options.parse_table(table, str(path), _FileKeys, RunOptions)
+    tables, values = read(path)
 
     def parsed(name: str, kind: type) -> dict[str, Any]:
         return _options.parse_table(tables[name], f"[{name}] of {path}", kind)
@@ -84,8 +99,8 @@ def engine_of_file(
         )
     return engine_of_options(
         [values["program"], *values.get("arguments", ())],
-        _options.with_defaults(rule, parsed("rule", RuleOptions)),
-        _options.with_defaults(center, parsed("center", CenterOptions)),
+        _options.with_defaults(rule, tables["rule"]),
+        _options.with_defaults(center, tables["center"]),
         _options.with_defaults(options, values),
         on,
         settings=parsed(on, ENGINES[on].Settings),

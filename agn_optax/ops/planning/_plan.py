@@ -130,10 +130,10 @@ def _work(rule: Rule, center: PyTree, center_state: PyTree, params: PyTree) -> W
     sent = rounds.contribution_like(rule, center, params)
     contribution = rounds.contribution_like(plain, center, params)
     is_rounded = _leaf_shapes(sent) == _leaf_shapes(contribution)
-    message = trees.nbytes(sent)
+    message, answer = rounds.exchange_bytes(rule, center, params)
     return Work(
         message,
-        answer=trees.nbytes(center, rule.codec.answers),
+        answer=answer,
         # The message is read twice (first for its norm); the center and its optimizer's
         # state are read and written.
         applied=2 * (message + trees.nbytes(center) + trees.nbytes(center_state)),
