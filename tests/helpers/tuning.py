@@ -6,7 +6,8 @@ Tests use a public setting instead where there is one.
 import time
 import types
 
-from agn_optax.center import _core
+from agn_optax.center._core import Core
+from agn_optax.center._runtime import Runtime
 from agn_optax.center.durability import _directory, _keeper, _writer
 from agn_optax.ops.watch import _page
 from agn_optax.round.placements import _host
@@ -21,9 +22,8 @@ from helpers.waiting import wait_until
 
 def set_center_clock(monkeypatch, monotonic):
     """Have centers call ``monotonic()``."""
-    clock = types.SimpleNamespace(monotonic=monotonic, time=time.time)
-    for module in (_core, _keeper):
-        monkeypatch.setattr(module, "time", clock)
+    defaults = Core.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "runtime", Runtime(clock=monotonic))
 
 
 class ConnectionClock:

@@ -403,13 +403,11 @@ class Directory(Files):
     def _drop_arrays(self, journal: Segment) -> None:
         """Replace a journal by a chain, which has its records without arrays."""
         records = self.read_segment(journal, with_arrays=False)
-        with (
-            self._new_file(self.file("chain", journal.number)) as file,
-            open(file, "wb", closefd=False) as buffered,
-        ):
+        with self._new_file(self.file("chain", journal.number)) as file:
+            position = 0
             for record in records:
-                buffered.write(record.head_and_about)
-            buffered.flush()
+                _records.write(file, [memoryview(record.head_and_about)], position)
+                position += len(record.head_and_about)
         journal.path.unlink()
 
 
