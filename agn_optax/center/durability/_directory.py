@@ -354,6 +354,16 @@ class Directory(Files):
             raise
         return file, size
 
+    def sync_newest(self) -> None:
+        """Sync the newest journal, which a process that was killed may not have synced.
+
+        Raises:
+          OSError: the journal could not be synced.
+        """
+        for number in self.numbers("journal")[-1:]:
+            with open_file(self.file("journal", number), os.O_RDWR) as file:
+                os.fsync(file)
+
     def remove_old(self, journals: int) -> None:
         """Remove journals that begin before a record, and older snapshots."""
         for number in self.numbers("journal"):

@@ -244,6 +244,8 @@ class Keeper:
                 if not self.restore_message:  # there was no center
                     self._began = self._clock()
                     self._directory.write_lock("new", number)
+                if self._journal.keep:  # the tape goes on after its last records
+                    self._directory.sync_newest()
                 if self._saved != (number, self.center_id):
                     self._save(number, image(), self._digest)
                 self._written = number
