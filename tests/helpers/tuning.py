@@ -132,3 +132,23 @@ def set_page_connections(monkeypatch, most):
 def set_host_support(monkeypatch, *, is_there):
     """Set the result of the check whether JAX keeps program outputs in host memory."""
     monkeypatch.setattr(_host, "_stays_on_host", lambda: is_there)
+
+
+def is_journal_idle(core):
+    """Return whether nothing waits to be written to a center's journal."""
+    writer = core.keeper._writer
+    return writer is None or writer.is_idle
+
+
+def write_journal(core):
+    """Write what waits for it, as the journal's thread does."""
+    try:
+        core.keeper._writer.write_next()
+    except OSError as error:
+        core.keeper._fail(error)
+
+
+def is_snapshot_due(core):
+    """Return whether a snapshot would replace a center's journal."""
+    keeper = core.keeper
+    return not keeper.failure and keeper._writer is not None and keeper._is_due
