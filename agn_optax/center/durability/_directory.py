@@ -343,6 +343,7 @@ class Directory(Files):
         """
         self.check_paths()
         path = self.file("journal", number)
+        is_new = not path.exists()  # else an earlier process has written no record
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             size = reserve(file, 0, 0)
@@ -350,7 +351,8 @@ class Directory(Files):
             os.fsync(self._folder)
         except BaseException:
             os.close(file)
-            path.unlink(missing_ok=True)
+            if is_new:
+                path.unlink(missing_ok=True)
             raise
         return file, size
 
