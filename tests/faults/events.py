@@ -154,7 +154,12 @@ class FaultyDisk(Calls):
         is_sync = name in ("fsync", "fdatasync")
         result = None if is_sync else real(*args, **kwargs)
         self._note(note(result, *args))
-        if name == "open" and args[1] & os.O_RDWR and args[1] & os.O_CREAT and "journal-" in str(args[0]):
+        if (
+            name == "open"
+            and args[1] & os.O_RDWR
+            and args[1] & os.O_CREAT
+            and "journal-" in str(args[0])
+        ):
             self._journals.add(result)
         if fault == "after":
             self._kill()

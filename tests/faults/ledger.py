@@ -1,6 +1,8 @@
 """What must hold in every run, whatever fails: the checks, with numbers of their own."""
 
 import dataclasses
+import functools
+import itertools
 
 import numpy as np
 
@@ -26,7 +28,6 @@ class Message:
 
     number: int  # 1, 2, 3, ... in a scenario: an element of its contribution
     worker: str
-    life: int
     session_id: str
     sequence: int
     samples: range
@@ -42,14 +43,12 @@ class Ledger:
     Attributes:
       versions: parameters of all versions so far, by number.
       applied: messages that made each version, from version 1 on.
-      lives: number of each session of a worker, by session id.
       size: number of parameters.
     """
 
     size = 4
 
     def __init__(self, scenario):
-        self.lives = {}
         self.versions = [np.zeros(self.size, np.float32)]
         self.applied = []
         self.messages = {}  # by session id and sequence
@@ -59,16 +58,17 @@ class Ledger:
         self._center_id = ""
         self._is_known = False  # whether a worker knows the center id
         self._known = 0  # newest version that somebody knows
-        self._settled = {}  # newest life with an answer, by worker
+        self._ranks = {}  # of sessions at the center: a newer one has a higher rank
+        self._newest = {}  # rank of the newest session, by worker
+        self._settled = {}  # rank of the newest session with an answer, by worker
         self._core = None
+        self._count = itertools.count(1)
 
     # The workers.
 
     def new_session(self, worker):
         """Return the id of another session of a worker."""
-        session_id = f"session-{len(self.lives):04}"
-        self.lives[session_id] = len(self.lives)
-        return session_id
+        return f"session-{next(self._count):04} of {worker}"
 
     def message_of(self, life, sequence, first, steps):
         """Return a message, which a resumed worker has sent before."""
@@ -76,7 +76,14 @@ class Ledger:
         if key not in self.messages:
             number = len(self.messages) + 1
             samples = range(first, life.worker.samples)
-            about = (number, life.worker.name, life.number, *key, samples, steps)
+            check(
+                len(samples) == steps or life.worker.has_twins,
+                "%s counts %d local steps of %d",
+                life.worker.name,
+                steps,
+                len(samples),
+            )
+            about = (number, life.worker.name, *key, samples, steps)
             self.messages[key] = self.numbers[number] = Message(*about)
         return self.messages[key]
 
@@ -127,8 +134,8 @@ class Ledger:
         else:
             check(at is None, "message %d was applied: the answer lies", number)
         self._check_version(life, answer.version, answer.params)
-        worker = message.worker
-        self._settled[worker] = max(message.life, self._settled.get(worker, 0))
+        worker, rank = message.worker, self._ranks[message.session_id]
+        self._settled[worker] = max(rank, self._settled.get(worker, 0))
 
     def never_applied(self, message):
         """Record an error that says that the message has no effect."""
@@ -138,12 +145,8 @@ class Ledger:
 
     def cannot_resume(self, life, error):
         """Check that a session that cannot be resumed was replaced by another one."""
-        newest = max(
-            number
-            for session_id, number in self.lives.items()
-            if session_id in self._joined.get(life.worker.name, ())
-        )
-        check(newest > life.number, "session %s is lost: %s", life.session_id, error)
+        newest, rank = self._newest[life.worker.name], self._ranks[life.session_id]
+        check(newest > rank, "session %s is lost: %s", life.session_id, error)
 
     def adopted(self, message, answer, x, *, in_flight):
         """Return a worker's parameters after an answer."""
@@ -159,7 +162,7 @@ class Ledger:
                 + np.float32(_RATE) * (center - message.contribution)
             )
             check(
-                np.allclose(moved, lost, rtol=1e-5, atol=1e-5),
+                _close(moved, lost),
                 "message %d is not conserved: %s and %s",
                 message.number,
                 moved,
@@ -208,20 +211,24 @@ class Ledger:
             self.versions[version],
         )
         check(core.ledger.version == version, "ledger and store differ")
-        if not self._is_known:
-            self._joined = {}
         self._center_id = core.center_id
         del self.versions[version + 1 :], self.applied[version:]
         self._core, apply = core, store.apply
         store.apply = lambda submissions, *args: self._apply(apply, submissions, *args)
         join, ledger = core.ledger.join, core.ledger
-        ledger.join = lambda worker, session_id, *args, **kwargs: self._join(
-            join, worker, session_id, *args, **kwargs
-        )
+        ledger.join = functools.partial(self._join, join)
 
-    def _join(self, join, worker, session_id, *args, **kwargs):
-        connection = join(worker, session_id, *args, **kwargs)
-        self._joined.setdefault(worker, set()).add(session_id)
+    def _join(self, join, worker, session_id, now, *, resume, **kwargs):
+        connection = join(worker, session_id, now, resume=resume, **kwargs)
+        rank = self._ranks.get(session_id, 0)
+        check(
+            not resume or rank >= self._settled.get(worker, 0),
+            "%s has two lives: %s was replaced, and has resumed",
+            worker,
+            session_id,
+        )
+        if rank < self._newest.get(worker, 0) or connection == 1:
+            self._ranks[session_id] = self._newest[worker] = next(self._count)
         return connection
 
     def _apply(self, apply, submissions, *args):
@@ -250,7 +257,7 @@ class Ledger:
                 message.outcome,
             )
             check(
-                message.life >= self._settled.get(message.worker, 0),
+                self._ranks[message.session_id] >= self._settled.get(message.worker, 0),
                 "%s has two lives: message %d is of an earlier one",
                 message.worker,
                 each,
@@ -264,7 +271,7 @@ class Ledger:
         after = self._expected(contributions)
         params = _params(store)
         check(
-            np.allclose(params, after, rtol=1e-5, atol=1e-5),
+            _close(params, after),
             "version %d is %s instead of %s",
             number,
             params,
@@ -351,3 +358,7 @@ class Ledger:
 
 def _params(store):
     return np.array(store.unplace(store.current.params))
+
+
+def _close(array, other):
+    return np.abs(array - other).max() <= 1e-5 * (1 + np.abs(other).max())

@@ -72,7 +72,6 @@ class Life:
             self._new_session()
         else:
             self.center_id, self.session_id = checkpoint["token"]
-            self.number = self._run.ledger.lives[self.session_id]
             self.x = checkpoint["x"]
             self.version = checkpoint["version"]
             worker.samples = self._first = checkpoint["samples"]
@@ -88,7 +87,6 @@ class Life:
     def _new_session(self):
         self.center_id = ""
         self.session_id = self._run.ledger.new_session(self.worker.name)
-        self.number = self._run.ledger.lives[self.session_id]
         self.seen = 0
         self._first = self.worker.samples  # first sample of this round
 
@@ -317,6 +315,8 @@ class Life:
         in_flight = self.machine.in_flight
         self.x = self._run.ledger.adopted(message, answer, self.x, in_flight=in_flight)
         self.machine.adopt(resets=bool(answer.rejected))
+        if answer.rejected:  # the local steps since the message are lost, too
+            self._first = self.worker.samples
         self.version = answer.version
         self._message = self._answer = None
         self.worker.exchanges += 1
