@@ -6,9 +6,10 @@ import sys
 import time
 
 from faults import scenario
-from faults.run import Runner
+from faults.run import Runner, describe
 
 _INTERVAL = 2.0  # s between two lines
+_MOST = 3  # failures, after which a run ends
 
 
 def main():
@@ -17,6 +18,9 @@ def main():
     parser.add_argument("--count", type=int, help="of scenarios")
     parser.add_argument("--seconds", type=float, default=60.0, help="without a count")
     parser.add_argument("--show", action="store_true", help="print each scenario")
+    parser.add_argument(
+        "--first", action="store_true", help="end at a failure, as it is"
+    )
     options = parser.parse_args()
     runner, broken, printed = Runner(), [], -_INTERVAL
     begin, cpu = time.monotonic(), time.process_time()
@@ -26,22 +30,24 @@ def main():
             seconds = time.monotonic() - begin
             if options.count is None and seconds >= options.seconds:
                 break
-            if seconds >= printed + _INTERVAL:
+            if sys.stdout.isatty() and seconds >= printed + _INTERVAL:
                 printed = seconds
-                _write(f"\r{number} scenarios, {len(broken)} broken")
+                _write(f"\r{number} scenarios, {len(broken)} broken ")
             each = scenario.drawn(options.seed + number)
             if options.show:
                 _write(f"\n{scenario.show(each)}\n")
             if failure := runner.run(each):
                 broken.append(each.seed)
-                _write(f"\r{runner.report(each, failure)}\n")
-                if len(broken) == 3:
+                report = describe if options.first else runner.report
+                _write(f"{report(each, failure)}\n")
+                if options.first or len(broken) == _MOST:
                     break
     finally:
         runner.close()
     seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
+    _write("\r" * sys.stdout.isatty())
     _write(
-        f"\r{runner.scenarios} scenarios in {seconds:.0f} s "
+        f"{runner.scenarios} scenarios in {seconds:.0f} s "
         f"({60 * runner.scenarios / cpu:.0f} a minute of one core): "
         f"{runner.events} events, {runner.processes} processes of centers; "
         f"broken: {broken or 'none'}\n"

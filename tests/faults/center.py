@@ -7,6 +7,7 @@ import functools
 import random
 
 import numpy as np
+from faults.events import Blocked, Condition, Deferred, KilledError
 from helpers import tuning
 
 from agn_optax import errors
@@ -14,7 +15,6 @@ from agn_optax.center import Journal, Limits, Thresholds
 from agn_optax.center._core import Core
 from agn_optax.center._runtime import Runtime
 from agn_optax.center._settings import CenterSettings
-from faults.events import Blocked, Condition, Deferred, KilledError
 
 LEASE = 4.0  # s
 HEARTBEAT_TIMEOUT = 4.0  # s

@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever fails: the checks, with numbers of their own."""
+"""Checks of what must hold in every run, whatever fails."""
 
 import dataclasses
 import functools

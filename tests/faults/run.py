@@ -1,5 +1,6 @@
 """One run of a scenario, and the search for a smaller one that fails as well."""
 
+import collections
 import contextlib
 import gc
 import logging
@@ -12,13 +13,12 @@ import time
 import traceback
 
 import pytest
-from helpers import tuning
-
 from faults import scenario as scenarios
 from faults.center import Server
 from faults.events import FaultyDisk, Loop
 from faults.ledger import BrokenError, Ledger
 from faults.worker import Worker
+from helpers import tuning
 
 _LIMIT = 300.0  # s of the virtual clock, in which all workers must be done
 _CALM = 60.0  # s after which packets are no longer lost
@@ -98,10 +98,18 @@ class Runner:
     """Runs scenarios, one after the other, in one directory.
 
     Python's garbage collector, which takes a tenth of the time, runs between them.
+
+    Attributes:
+      scenarios, events, processes: numbers of scenarios, of their events, and of
+        processes of centers.
+      outcomes: number of messages with each outcome.
+      trace: what happened in the last run, to compare it with another.
     """
 
     def __init__(self):
         self.scenarios = self.events = self.processes = 0
+        self.outcomes = collections.Counter()
+        self.trace = None
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -135,6 +143,9 @@ class Runner:
                 self.scenarios += 1
                 self.events += run.loop.events
                 self.processes += run.server.process
+                messages = run.ledger.messages
+                self.outcomes.update(each.outcome for each in messages.values())
+                self.trace = (run.loop.events, run.disk.calls, run.ledger.applied)
                 shutil.rmtree(folder)
         return ""
 
@@ -154,11 +165,18 @@ class Runner:
         """Return a failure as text, with a small scenario that has one."""
         small = self.shrink(scenario)
         return (
-            f"seed {scenario.seed}: {failure}\n"
-            f"  repeat it: make faults ARGS='--seed {scenario.seed} --count 1'\n"
+            f"{describe(scenario, failure)}\n"
             f"  smaller: {scenarios.show(small)}\n"
             f"  there: {self.run(small)}"
         )
+
+
+def describe(scenario, failure):
+    """Return a failure as text, with the command that repeats it."""
+    return (
+        f"seed {scenario.seed}: {failure}\n"
+        f"  repeat it: make faults ARGS='--seed {scenario.seed} --count 1'"
+    )
 
 
 @contextlib.contextmanager

@@ -3,11 +3,11 @@
 import random
 
 import numpy as np
+from faults.center import HEARTBEAT_TIMEOUT
 
 from agn_optax import errors
 from agn_optax.center import Submission
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
-from faults.center import HEARTBEAT_TIMEOUT
 
 _TIMEOUT = 3.0  # s after which a silent center is called over another link
 _ROUND = 2  # local steps
