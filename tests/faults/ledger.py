@@ -63,6 +63,8 @@ class Ledger:
         self._settled = {}  # rank of the newest session with an answer, by worker
         self._core = None
         self._count = itertools.count(1)
+        self._current = {}  # session of each worker, in this process of the center
+        self._replaced = set()  # sessions that others have replaced in this process
 
     # The workers.
 
@@ -72,10 +74,16 @@ class Ledger:
 
     def message_of(self, life, sequence, first, steps):
         """Return a message, which a resumed worker has sent before."""
-        key = life.session_id, sequence
-        if key not in self.messages:
+        key, samples = (life.session_id, sequence), range(first, life.worker.samples)
+        if key in self.messages:
+            check(
+                self.messages[key].samples == samples or life.worker.has_twins,
+                "%s has used number %d before",
+                life.worker.name,
+                sequence,
+            )
+        else:
             number = len(self.messages) + 1
-            samples = range(first, life.worker.samples)
             check(
                 len(samples) == steps or life.worker.has_twins,
                 "%s counts %d local steps of %d",
@@ -211,6 +219,7 @@ class Ledger:
             self.versions[version],
         )
         check(core.ledger.version == version, "ledger and store differ")
+        self._current, self._replaced = {}, set()
         self._center_id = core.center_id
         del self.versions[version + 1 :], self.applied[version:]
         self._core, apply = core, store.apply
@@ -221,14 +230,18 @@ class Ledger:
     def _join(self, join, worker, session_id, now, *, resume, **kwargs):
         connection = join(worker, session_id, now, resume=resume, **kwargs)
         rank = self._ranks.get(session_id, 0)
+        is_replaced = rank < self._settled.get(worker, 0)
         check(
-            not resume or rank >= self._settled.get(worker, 0),
+            not (resume and (is_replaced or session_id in self._replaced)),
             "%s has two lives: %s was replaced, and has resumed",
             worker,
             session_id,
         )
         if rank < self._newest.get(worker, 0) or connection == 1:
             self._ranks[session_id] = self._newest[worker] = next(self._count)
+            self._replaced.add(self._current.get(worker))
+            self._replaced.discard(session_id)
+            self._current[worker] = session_id
         return connection
 
     def _apply(self, apply, submissions, *args):

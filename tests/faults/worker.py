@@ -395,9 +395,10 @@ class Worker:
             self.life.link.end()
 
     def _start_twin(self):
-        """Start a second process while the first one may still run."""
+        """Start a second process, which may join while the first one reconnects."""
         if self.is_done or self.life is None:
             return
+        self._cut()
         self._twins.append(self.life)
         self.life = Life(self)
         self.run.loop.at(5.0, self._twins[-1].kill)
