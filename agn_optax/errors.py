@@ -18,6 +18,7 @@
         ├── NotAllowedError (PermissionError) this caller may not do that
         ├── MessageRejectedError              too many messages in a row were rejected
         ├── RuleMismatchError                 worker and center run different rules
+        ├── OtherHistoryError                 the center lacks what the worker has seen
         ├── ProtocolError                     invalid data came over the wire
         ├── DurabilityError (OSError)         files cannot be read or written
         └── CenterUnreachableError            no answer came (ConnectionError)
@@ -106,6 +107,10 @@ class MessageRejectedError(CenterError):
 
 class RuleMismatchError(CenterError):
     """Different rules in worker and center; names the parts that differ."""
+
+
+class OtherHistoryError(CenterError):
+    """A center without a record that the worker has seen: an old copy, or a fork."""
 
 
 class ProtocolError(CenterError):

@@ -7,8 +7,10 @@ after large writes), and ratios are of neighbors in time:
 - none, always: exchanges of all workers with a center in another process: one in
   memory, and one whose journal is on disk before it answers. The latter is also
   compared with the sum of its work: an exchange, and then the disk.
+- replaced, kept, hashes: the same with a journal that a snapshot replaces every ten
+  exchanges; of what is replaced, nothing is kept, or contributions, or hashes.
 
-At the end the center with a journal is killed, and another one serves from it, whose
+At the end the center "always" is killed, and another one serves from it, whose
 seconds are in the title.
 
     python benchmarks/journal.py --millions 10 --directory .
@@ -30,7 +32,17 @@ from measuring import Benchmark, Form, Process, Run
 from agn_optax.center import Journal
 
 LEAVES = 10
+REPLACED = 10  # exchanges of all workers after which a snapshot replaces a journal
 BOTH = "none, then disk"
+PEERS = (
+    ("disk", "disk"),
+    ("none", "disk"),
+    ("always", "none"),
+    ("always", BOTH),
+    ("replaced", "always"),
+    ("kept", "replaced"),
+    ("hashes", "replaced"),
+)
 
 
 @contextlib.contextmanager
@@ -69,29 +81,39 @@ class Durability(Benchmark, quick="--millions 0.1"):
         size, workers = 4 * int(1e6 * self.millions), self.workers
         folder = pathlib.Path(self.use(tempfile.TemporaryDirectory(dir=self.directory)))
         second = self.use(Process())
-        kept = Journal(folder / "center", size=1 << 40)
+        journal = Journal(folder / "center", size=1 << 40)
+        small = REPLACED * workers * size
+        journals = {
+            "none": None,
+            "always": journal,
+            "replaced": Journal(folder / "replaced", size=small),
+            "kept": Journal(folder / "kept", size=small, keep="contributions"),
+            "hashes": Journal(folder / "hashes", size=small, keep="hashes"),
+        }
+        processes: dict[str, Process] = {}
         runs: dict[str, Run] = {"disk": self.use(disk(folder / "disk", workers * size))}
-        for name, durability in (("none", None), ("always", kept)):
-            process = self.use(Process())
+        for name, durability in journals.items():
+            process = processes[name] = self.use(Process())
             address = process.call(centers.serve, size, LEAVES, durability=durability)
+            if name == "always":
+                killed = address
             exchanges = [
                 centers.worker(address, "", size, LEAVES, name=f"{i}", stack=self.stack)
                 for i in range(workers)
             ]
             threads = self.use(ThreadPoolExecutor(workers))
             runs[name] = functools.partial(together, threads, exchanges)
-        forms = [Form(name, "disk", run) for name, run in runs.items()]
-        times = self.turns(forms)
+        times = self.turns([Form(name, "disk", run) for name, run in runs.items()])
         both = zip(times["none"], times["disk"], strict=True)
         times[BOTH] = [exchange + write for exchange, write in both]
-        forms = forms[:2] + [forms[2]._replace(peer=peer) for peer in ("none", BOTH)]
-        rows = times.rows(forms)
+        rows = times.rows(Form(name, peer, runs[name]) for name, peer in PEERS)
         for row in rows:
             row["MB/s"] = 1e-3 * size * workers / row["milliseconds"]
         second.call(centers.tree, 4.0)  # loads JAX
-        process.__exit__()  # kills it, and waits for its end, which frees the center
+        # Killed, and waited for, which frees the center.
+        processes["always"].__exit__()
         begin = time.perf_counter()
-        second.call(centers.serve, durability=kept, address=address)
+        second.call(centers.serve, durability=journal, address=killed)
         took = time.perf_counter() - begin
         title = f"{4 * self.millions:g} MB, workers: {workers}; "
         title += f"restart of {self.repeats + 1} records: {took:g} s"

@@ -85,7 +85,8 @@ class Processes:
         # As JSON has it, so that it compares with the values of the others.
         own = json.loads(json.dumps([uuid.uuid4().hex, what, value]))
         while True:
-            number = self._round
+            # Others find at once how a round has ended; the first would wait for them.
+            number = self._round if self.index else self.round
             self._set(f"{number}/{self.index}", own)
             if not self.index:
                 calls = self._end_round(number, own, end)

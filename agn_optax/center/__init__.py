@@ -48,6 +48,7 @@ from agn_optax.center._submission import plain_fields as plain_fields
 from agn_optax.center._transfer import ExpectedLink as ExpectedLink
 from agn_optax.center._transfer import Transfer
 from agn_optax.center.durability import Journal
+from agn_optax.center.durability import newest as newest
 
 __all__ = [
     "Answer",

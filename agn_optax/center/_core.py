@@ -183,6 +183,12 @@ class Core:
         """The error after which nothing is written to disk any more; "" without one."""
         return "" if self.keeper is None else self.keeper.failure
 
+    @property
+    def witness(self) -> str:
+        """The newest record on disk, for workers: see `Answer.witness`."""
+        with self._changed:
+            return "" if self.keeper is None else self.keeper.witness
+
     def atomically(self) -> threading.Condition:
         """Return the condition around the lock, notified after every change."""
         return self._changed
@@ -337,6 +343,7 @@ class Core:
         session_id: str | None = None,
         params: PyTree = None,
         *,
+        witnesses: Iterable[str] = (),
         close_connection: Callable[[], None] | None = None,
         **join_arguments: Any,
     ) -> LocalSession:
@@ -347,6 +354,7 @@ class Core:
           session_id: the session id; None for a new session.
           params: the parameters that the worker will replace with the center's; None
             skips the check.
+          witnesses: `Answer.witness` of answers that the worker has seen.
           close_connection: closes the worker's connection. Called once the session has
             ended, or has joined over another connection. Must not block.
           **join_arguments: the other arguments of `Ledger.join`.
@@ -355,8 +363,11 @@ class Core:
           CenterClosedError: the center takes no more exchanges.
           TreeMismatchError: ``params`` does not match the center.
           NameTakenError, CenterFullError, WorkerStateError: see `Ledger.join`.
+          OtherHistoryError: this center does not have the record of a witness.
         """
         session_id = session_id or uuid.uuid4().hex
+        if self.keeper is not None:
+            self.keeper.check_witnesses(witnesses, worker)
         with self._changed:
             self.check_open()
             if params is not None and self._store is not None:
@@ -754,8 +765,10 @@ class LocalSession(Session):
         self.wait_until_kept(kept)
         snapshot = self._core.snapshot(kept.version)
         jax.block_until_ready(kept.read)
-        notices = self._core.notices_for(self.worker)
-        return kept.answer._replace(params=snapshot.params, notices=notices)
+        notices, witness = self._core.notices_for(self.worker), self._core.witness
+        return kept.answer._replace(
+            params=snapshot.params, notices=notices, witness=witness
+        )
 
     def answer(self, sequence: int, timeout: float | None = None) -> KeptAnswer | None:
         """Return the answer to an exchange as the center keeps it.
@@ -790,8 +803,8 @@ class LocalSession(Session):
 
     @property
     def resume_token(self) -> Any:
-        """The center id and the session id: see `Session.resume_token`."""
-        return [self._core.center_id, self.session_id]
+        """The ids of center and session, and a witness: see `Session.resume_token`."""
+        return [self._core.center_id, self.session_id, self._core.witness]
 
     def wait_until_kept(self, kept: KeptAnswer) -> None:
         """Wait until an answer is on disk, if exchanges are written there.

@@ -166,14 +166,20 @@ class LocalCenter:
         process the center cannot tell whether the old worker still runs.
         """
         is_new = resume_token is None
-        center_id, session_id = (self.center_id, None) if is_new else resume_token
+        # Tokens of earlier releases have no witness.
+        center_id, session_id, *witnesses = resume_token or (self.center_id, None)
         if center_id != self.center_id:
             raise errors.WorkerStateError(
                 f"worker {worker!r} cannot resume its session at this center, which "
                 "has restarted without it or is another one; start() again"
             )
         session = self.core.join(
-            worker, session_id, params, replace=True, resume=not is_new
+            worker,
+            session_id,
+            params,
+            witnesses=filter(None, witnesses),
+            replace=True,
+            resume=not is_new,
         )
         try:
             if self.core.wait_for_barrier(timeout):

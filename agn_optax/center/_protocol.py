@@ -25,8 +25,9 @@ class WorkerSession(abc.ABC):
     Attributes:
       worker: the worker's name.
       session_id: the session id.
-      resume_token: a JSON-serializable token that holds the center id and the session
-        id. `Center.join` takes it to resume the session in another process.
+      resume_token: a JSON-serializable token that holds the center id, the session id
+        and the newest `Answer.witness`. `Center.join` takes it to resume the session in
+        another process.
     """
 
     worker: str
@@ -165,6 +166,8 @@ class Center(Protocol):
           WorkerStateError: the center does not know ``resume_token``: the center was
             restarted, the worker has started another session, or too many workers have
             left since.
+          OtherHistoryError: the center does not have what this worker has seen: its
+            directory is an old copy, or another center has continued from a copy.
           CenterFullError: the center has no room for another worker.
           TreeMismatchError: ``params`` does not match the center.
           NotInitializedError: the other workers did not join in time.

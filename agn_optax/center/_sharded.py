@@ -156,6 +156,12 @@ class ShardedCenter:
         """True if the processes of a worker may each exchange their own pieces."""
         return all(getattr(center, "takes_pieces", False) for center in self.centers)
 
+    def current_ids(self) -> list[str]:
+        """Return the center ids of the shards, in their order."""
+        centers: Sequence[Any] = self.centers
+        shard_ids = self.call_all(lambda center: center.current_ids(), centers)
+        return [center_id for ids in shard_ids for center_id in ids]
+
     @property
     def timeout(self) -> float:
         """The longest timeout of the shards' connections, in seconds."""
@@ -301,6 +307,7 @@ class ShardedCenter:
             is_partial=len({answer.applied for answer in answers}) > 1,
             received=sum(received) if received else None,
             notices=tuple(notice for answer in answers for notice in answer.notices),
+            witness=tuple(answer.witness for answer in answers),
         )
 
 

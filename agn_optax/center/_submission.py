@@ -124,6 +124,9 @@ class Answer(NamedTuple):
     received: int | None = None  # bytes received; None if nothing was transferred
     # What goes wrong at the center, and with this worker as the center sees it.
     notices: tuple[Notice, ...] = ()
+    # str: a record of the center's journal that is on disk; "" without a journal. A
+    # center in shards has a tuple with one str per shard.
+    witness: Any = ""
 
     @property
     def snapshot(self) -> Snapshot:

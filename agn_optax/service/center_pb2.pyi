@@ -141,18 +141,20 @@ class Description(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., calls: _Optional[_Iterable[str]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "session_id", "center", "share_size")
+    __slots__ = ("protocol", "worker", "session_id", "center", "share_size", "witnesses")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
     SHARE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WITNESSES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     session_id: str
     center: str
     share_size: int
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ..., share_size: _Optional[int] = ...) -> None: ...
+    witnesses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ..., share_size: _Optional[int] = ..., witnesses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Share(_message.Message):
     __slots__ = ("group", "process", "processes", "owned", "wanted")
@@ -263,7 +265,7 @@ class PullRequest(_message.Message):
     def __init__(self, wait: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace", "held", "notices")
+    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace", "held", "notices", "witness")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +276,7 @@ class Snapshot(_message.Message):
     PACE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
+    WITNESS_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
     sequence: int
@@ -284,7 +287,8 @@ class Snapshot(_message.Message):
     pace: float
     held: float
     notices: _containers.RepeatedCompositeFieldContainer[Notice]
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ..., held: _Optional[float] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ...) -> None: ...
+    witness: str
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ..., held: _Optional[float] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., witness: _Optional[str] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("missing",)

@@ -64,6 +64,7 @@ class FragmentWorker:
       delay: local steps before an answer is adopted; 0 adopts it when it arrives.
       mixing: share of the worker's own parameters that stays.
       name: name of the worker.
+      settings: further settings that all processes of the worker must share, by name.
 
     Attributes:
       programs: the compiled programs.
@@ -91,9 +92,11 @@ class FragmentWorker:
         give_up: float,
         callbacks: Sequence[Callback],
         thresholds: Thresholds | None = None,
+        settings: Mapping[str, Any],
     ) -> None:
         self.center = center
         self.name = name
+        self._settings = settings
         self._make_programs = functools.partial(
             programs, center.rule, inner, delay, mixing
         )
@@ -173,7 +176,7 @@ class FragmentWorker:
         self, params: PyTree, *, chief: bool | None, timeout: float | None
     ) -> Loop:
         """Join the center, and adopt it: see `Worker.start`."""
-        center = self._center_for(shardings_of(params))
+        center = self._center_for(shardings_of(params), exchanges=0, chief=bool(chief))
         session = center.join(self.name, params, timeout=timeout)
         try:
             if chief:
@@ -192,12 +195,26 @@ class FragmentWorker:
         self._begin_session(session, loop, anchor)
         return loop
 
-    def _center_for(self, shardings: ParamShardings | None) -> Center | ProcessesCenter:
-        """Return the center for these shardings, and make programs for them."""
+    def _center_for(
+        self, shardings: ParamShardings | None, *, exchanges: int, chief: bool = False
+    ) -> Center | ProcessesCenter:
+        """Return the center for these shardings, and make programs for them.
+
+        Args:
+          shardings: the shardings of the parameters.
+          exchanges: number of exchanges made.
+          chief: whether this worker initializes the center.
+        """
         self.programs = self._make_programs(shardings)
         if shardings is None or not shardings.spans_processes:
             return self.center
-        return ProcessesCenter(self.center, shardings)
+        settings = {
+            **self._settings,
+            "period": self.round_length_at(exchanges),
+            "exchanges": exchanges,
+            "chief": chief,
+        }
+        return ProcessesCenter(self.center, shardings, settings)
 
     def _begin_session(
         self, session: WorkerSession, loop: Loop, anchor: Snapshot
@@ -270,12 +287,13 @@ class FragmentWorker:
         """Join the center, and continue with these arrays: see `Worker.restore`."""
         is_resumed = resume_token is not None
         token, completed = resume_token if is_resumed else (None, 0)
-        center = self._center_for(shardings_of(loop[0]))
+        exchanges = int(saved.exchanges)
+        center = self._center_for(shardings_of(loop[0]), exchanges=exchanges)
         session = center.join(self.name, loop[0], resume_token=token)
         weight = None if saved.weight is None else float(saved.weight)
         self.machine.start(
             completed=completed,
-            exchanges=int(saved.exchanges),
+            exchanges=exchanges,
             counts=Counts(int(saved.local_steps), weight),
         )
         version = jax.tree.map(int, saved.anchor_version)

@@ -12,10 +12,11 @@ adopt it. If one has not, all begin the exchange anew, or raise the same error.
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -47,6 +48,7 @@ PyTree = Any
 Record = TypeVar("Record", Snapshot, Answer)
 
 _SHORT = 4.0  # s; a center says every two seconds which processes are missing
+_SHOWN = 300  # characters of a text that the processes compare
 _KEPT_QUESTIONS = 256  # a process may be some local steps behind
 _joining = threading.Lock()  # workers of one job start one after the other
 
@@ -57,12 +59,15 @@ class ProcessesCenter:
     Args:
       center: the center.
       shardings: the shardings of the worker's parameters.
+      settings: what else must be equal in all processes, by name, serializable as JSON.
 
     Raises:
       InvalidArgumentError: the center takes whole messages only.
     """
 
-    def __init__(self, center: Center, shardings: ParamShardings) -> None:
+    def __init__(
+        self, center: Center, shardings: ParamShardings, settings: Mapping[str, Any]
+    ) -> None:
         if not getattr(center, "takes_pieces", False):
             combinations.reject(
                 "a worker of several processes",
@@ -71,7 +76,7 @@ class ProcessesCenter:
             )
         self.rule = center.rule
         self._center: Any = center
-        self._shardings = shardings
+        self._shardings, self._settings = shardings, settings
         self._session: Any = None
 
     def join(
@@ -85,28 +90,22 @@ class ProcessesCenter:
         """Join with all processes: see `Center.join`.
 
         Raises:
-          InvalidArgumentError: the processes have different names, parameters or
-            shardings.
+          InvalidArgumentError: the processes have different centers, settings, names,
+            parameters or shardings.
         """
         limit = self._center.timeout
         with _joining:
             processes = agreement.of_job(self._shardings.processes, "start")
-            own = {
-                "worker": worker,
-                # Not the tree's structure: its text may have addresses of functions.
-                "model": str(trees.describe(params).leaves)[:300],
-                "shardings": [str(s.spec) for s in self._shardings.of_leaves],
-            }
             # The first process chooses the session, and the name of the group.
             ids = [resume_token or self._new_token(), uuid.uuid4().hex]
             ended = sorted(processes.ended)
-            everyone = processes.gather([own, ids, ended], limit, "the start")
-            for name, value in own.items():
-                if any(other[name] != value for other, *_ in everyone):
-                    raise errors.InvalidArgumentError(
-                        f"the processes of worker {worker!r} disagree about their "
-                        f"{name}: {[other[name] for other, *_ in everyone]}"
-                    )
+            everyone = _in_all(
+                processes,
+                "the start",
+                lambda: [self._compared(worker, params, resume_token), ids, ended],
+                limit,
+            )
+            _check_equal(worker, [compared for compared, *_ in everyone])
             _, (token, group), _ = everyone[0]
             processes.forget_groups(each for *_, each in everyone)
         share = shares_of(group, params, jax.process_index(), processes.indices)
@@ -120,16 +119,34 @@ class ProcessesCenter:
             )
 
         try:
-            _in_all(joined, "the start", join, limit)
+            # A process that may not join waits until the others have missed it.
+            _in_all(joined, "the start", join, limit + 2 * _SHORT)
         except BaseException:
             for session in sessions:  # a resumed session may be resumed again
                 (session.disconnect if resume_token else session.leave)()
+            processes.ended.add(group)
             raise
         (session,) = sessions
         self._session = ProcessesSession(
             session, self._center, self._shardings, share, joined
         )
         return self._session
+
+    def _compared(
+        self, worker: str, params: PyTree, resume_token: Any
+    ) -> dict[str, Any]:
+        """Return what must be equal in all processes, by name."""
+        return {
+            **self._settings,
+            # Ids and not addresses, which depend on the host and its network.
+            "center": self._center.current_ids(),
+            "fragments of the center": repr(getattr(self._center, "fragments", None)),
+            "worker": worker,
+            "session": resume_token,
+            # Not the tree's structure: its text may have addresses of functions.
+            "model": _summary(trees.describe(params).leaves),
+            "shardings": _summary([str(s.spec) for s in self._shardings.of_leaves]),
+        }
 
     def _new_token(self) -> Any:
         """Return the token of a new session, which all processes join."""
@@ -381,19 +398,38 @@ def _on_device(tree: PyTree, device: Any, encoded: bool) -> PyTree:
     return jax.tree.map(piece, tree)
 
 
+def _check_equal(worker: str, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless all processes have given the same values."""
+    for name in everyone[0]:
+        values = [given[name] for given in everyone]
+        if any(value != values[0] for value in values):
+            advice = {
+                "center": ". Give all processes all addresses, in the same order",
+                "session": ". All processes must start, or restore the same state",
+            }
+            raise errors.InvalidArgumentError(
+                f"the processes of worker {worker!r} disagree about their {name}: "
+                f"{values}{advice.get(name, '')}"
+            )
+
+
+def _summary(value: Any) -> str:
+    """Return a short text for a value; other values have other texts."""
+    text = str(value)
+    if len(text) <= _SHOWN:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text[:_SHOWN]}... (sha256 {digest[:16]})"
+
+
 def _in_all(
     processes: agreement.Processes, what: str, call: Callable[[], Any], limit: float
-) -> Any:
-    """Call a function in all processes; return its result if it raised in none."""
-    results: list[Any] = []
+) -> list[Any]:
+    """Call a function in all processes; return the results if it raised in none."""
     begin = time.monotonic()
-    _all_results(
-        processes,
-        what,
-        lambda: results.append(call()),
-        lambda: limit + 4 * (time.monotonic() - begin),
+    return _all_results(
+        processes, what, call, lambda: limit + 4 * (time.monotonic() - begin)
     )
-    return results[0]
 
 
 def _all_results(

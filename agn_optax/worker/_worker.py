@@ -206,6 +206,11 @@ class Worker:
             patience=patience,
             give_up=give_up,
             thresholds=thresholds,
+            settings={
+                "fragments": repr(fragments),
+                "overlap": bool(overlap),
+                "patience": patience,
+            },
         )
         self._model: WholeModel | FragmentedModel
         if fragments is None:

@@ -18,6 +18,7 @@ from helpers.disks import Calls, Disk, put
 
 from agn_optax.center import Journal, LocalCenter
 from agn_optax.center.durability import Keeper
+from agn_optax.center.durability._directory import Files
 
 pytestmark = pytest.mark.slow
 
@@ -124,9 +125,17 @@ def found(durability):
         keeper.close()
 
 
-@pytest.mark.parametrize("size", [1500, 1 << 20])
-def test_journal_has_all_confirmed_exchanges(after_cuts, size):
-    for known, durability in after_cuts(functools.partial(Journal, size=size)):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": 1500},
+        {"size": 1 << 20},
+        {"size": 1500, "keep": "contributions"},
+        {"size": 1500, "keep": "hashes"},
+    ],
+)
+def test_journal_has_all_confirmed_exchanges(after_cuts, settings):
+    for known, durability in after_cuts(functools.partial(Journal, **settings)):
         with found(durability) as (store, keeper):
             if known is not None:
                 center_id, version, *_ = known
@@ -136,3 +145,19 @@ def test_journal_has_all_confirmed_exchanges(after_cuts, size):
                 )
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
+                if durability.keep:
+                    assert kept_versions(durability.directory) == [
+                        *range(1, number + 1)
+                    ]
+
+
+def kept_versions(directory):
+    """Return the versions of all exchanges on a tape, whose chain is checked."""
+    files, found = Files(directory), []
+    for segment in files.segments():
+        for record in files.read_segment(segment):
+            assert record.number == len(found)
+            assert not found or record.parent == found[-1].digest
+            found.append(record)
+    events = [record.about for record in found]
+    return [event["version"] for event in events if event["kind"] == "exchange"]

@@ -72,6 +72,7 @@ FIELDS = {
     "is_partial": (False, False, True),
     "received": (100, 20, 120),
     "notices": (("still",), ("apart",), ("still", "apart")),
+    "witness": ("a", "b", ("a", "b")),
 }
 
 

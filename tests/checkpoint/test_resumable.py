@@ -59,6 +59,35 @@ def train_epoch(loop, data, before=lambda sample: None, **start):
     loop.flush(params, state)
 
 
+def test_checkpoint_is_refused_by_an_old_copy_of_its_center(tmp_path):
+    """It has what the worker has seen of the center: see docs/tape.md."""
+    journal = agn_optax.center.Journal
+
+    def serve(folder):
+        return agn_optax.LocalCenter(
+            shared.downpour(), jnp.zeros(SAMPLES), durability=journal(tmp_path / folder)
+        )
+
+    center = serve("a")
+    loop, data = resumable(center, tmp_path / "w")
+    params, state = loop.start()
+    for i, sample in enumerate(data):
+        if i == PERIOD:
+            shutil.copytree(tmp_path / "a", tmp_path / "old")
+        params, state = train_step(loop, params, state, sample)
+        params, state = loop.exchange(params, state)
+    center.close()
+    with serve("old") as old:
+        for version in range(old.version, center.version):  # as old as the worker
+            message = jnp.zeros(SAMPLES)
+            sessions.exchange(old, message, anchor_version=version, worker="other")
+        loop, _ = resumable(old, tmp_path / "w")
+        with pytest.raises(errors.OtherHistoryError, match="worker 'w' has seen: rec"):
+            loop.start()
+    with serve("a") as again:
+        resumable(again, tmp_path / "w")[0].start()
+
+
 def kill(*args, **kwargs):
     raise Killed
 

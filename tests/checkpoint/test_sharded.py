@@ -1,135 +1,19 @@
 """Checkpoints of workers of several processes, which continue with another number."""
 
-import contextlib
-import pathlib
-
-import jax
-import numpy as np
 import pytest
-from helpers import children, ports, resumed_pod
+from helpers import resumed_pod
+from helpers.resumed_groups import (
+    LIMIT,
+    Group,
+    address_of,
+    assert_equal_centers,
+    undisturbed,
+    versions,
+)
 from helpers.waiting import wait_until
 
-import agn_optax
-from agn_optax import errors, service
-from agn_optax.center import ShardedCenter
+from agn_optax import errors
 from agn_optax.service.server._assembly import Groups
-
-PROGRAM = pathlib.Path(resumed_pod.__file__)
-LIMIT = 240  # s, generous for a busy machine
-
-
-class Group:
-    """The processes of a worker, each of which has one device.
-
-    Args:
-      stack: kills the processes at its end.
-      count: number of processes.
-      **how: further arguments of the command ``join``.
-    """
-
-    def __init__(self, stack, count, **how):
-        started = children.processes(PROGRAM, count, timeout=LIMIT)
-        self.processes = stack.enter_context(started)
-        coordinator = ports.free_address()
-        for index, process in enumerate(self.processes):
-            process.send(
-                do="join",
-                coordinator=coordinator,
-                process=index,
-                processes=count,
-                **how,
-            )
-        assert all(a == {"devices": count} for a in self.answers())
-
-    def send(self, **command):
-        for process in self.processes:
-            process.send(**command)
-
-    def answers(self):
-        return [process.answer() for process in self.processes]
-
-    def ask(self, **command):
-        """Return the answer of the first process; those of the others must be equal."""
-        self.send(**command)
-        first, *others = self.answers()
-        assert all(other == first for other in others)
-        return first
-
-    def kill(self):
-        for process in self.processes:
-            process.kill()
-
-    def errors(self, **command):
-        """Return the errors of all processes."""
-        self.send(**command)
-        found = []
-        for process in self.processes:
-            with pytest.raises(AssertionError) as caught:
-                process.answer()
-            found.append(str(caught.value))
-        return found
-
-
-@pytest.fixture
-def stack():
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def served(stack, tmp_path):
-    """Return a function that serves the shards of a center, each with a journal."""
-
-    def serve(rule, shards=1):
-        rule = resumed_pod.RULES[rule]
-        kept = [
-            agn_optax.center.Journal(tmp_path / f"center-{i}") for i in range(shards)
-        ]
-        return [
-            stack.enter_context(service.serve(rule, durability=journal))
-            for journal in kept
-        ]
-
-    return serve
-
-
-def address_of(servers):
-    return ",".join(server.address for server in servers)
-
-
-def versions(servers):
-    return [server.center.version for server in servers]
-
-
-def undisturbed(rule, steps, shards=1, streaming=None):
-    """Return the center after a run in this process."""
-    rule_of_center = resumed_pod.RULES[rule]
-    centers = [agn_optax.LocalCenter(rule_of_center) for _ in range(shards)]
-    center = centers[0] if shards == 1 else ShardedCenter(centers)
-    worker = resumed_pod.new_worker(center, streaming)
-    params = jax.tree.map(jax.numpy.asarray, resumed_pod.initial_params())
-    params, state = worker.start(params, chief=True)
-    for number in range(steps):
-        number = np.float32(number)
-        params, state = resumed_pod.train_step(worker, rule, params, state, number)
-        params, state = worker.exchange(params, state)
-    worker.flush(params, state)
-    return worker.center.pull()
-
-
-def assert_equal_centers(servers, rule, expected, tolerance=0.0, streaming=None):
-    """Check the center of some servers against the one of an undisturbed run."""
-    fragments = resumed_pod.fragments_of(streaming)
-    rule, like = resumed_pod.RULES[rule], expected.params
-    with service.connect(
-        address_of(servers), rule, like=like, fragments=fragments
-    ) as center:
-        found = center.pull()
-    assert found.version == expected.version
-    for path, leaf in jax.tree_util.tree_leaves_with_path(expected.params):
-        got = found.params[path[0].key]
-        np.testing.assert_allclose(got, leaf, rtol=tolerance, atol=tolerance)
-
 
 FRAGMENTS = {"parts": 2}
 DELAYED = {"parts": 2, "delay": 1, "mixing": 0.5}

@@ -324,6 +324,10 @@ D = pathlib.Path("d")
         ({}, None),
         ({"journal": "d", "journal_size": 9}, Journal(D, size=9)),
         ({"journal": "d"}, Journal(D)),
+        (
+            {"journal": "d", "journal_keep": "contributions", "journal_limit": 9},
+            Journal(D, keep="contributions", limit=9),
+        ),
     ],
 )
 def test_durability_is_made_from_options(options, durability, served):
@@ -390,6 +394,8 @@ def test_serve_combines_a_round_with_krum(address):
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),
         (["--journal-size=5"], "--journal-size needs --journal"),
+        (["--journal=a", "--journal-keep=all"], "keep must be 'contributions', "),
+        (["--journal=a", "--journal-limit=5"], "limit needs keep='contributions'"),
         (["--journal=a", "--journal-size=0"], "size must be a whole number >= 1"),
         (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),

@@ -1,5 +1,6 @@
 """Helpers that run the command line, in this process and in others."""
 
+import json
 import os
 import pathlib
 import signal
@@ -96,3 +97,39 @@ def python(*arguments):
     """Return a command line and an environment that find this checkout."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": path}
+
+
+class ServerProcess:
+    """``agn-optax serve`` as a process that can be restarted at the same address.
+
+    Attributes:
+      version: the version of the center that its last start has found on disk.
+    """
+
+    def __init__(self, address, *options):
+        self._options = ["--json", "--rule=downpour", f"--address={address}", *options]
+        self.start()
+
+    def start(self):
+        arguments, environment = python(
+            "-m", "agn_optax.ops.cli", "serve", *self._options
+        )
+        self._process = subprocess.Popen(  # noqa: S603 our own program
+            arguments, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        line = json.loads(self._process.stdout.readline())
+        assert line["event"] == "serving"
+        self.version = line["version"]
+
+    def peak_memory(self):
+        """Return the most bytes that the process has had in memory since its start."""
+        status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text()
+        (peak,) = [x for x in status.splitlines() if x.startswith("VmHWM:")]
+        return int(peak.split()[1]) << 10
+
+    def end(self, signum):
+        """Send a signal, wait for the end, and return the exit code."""
+        self._process.send_signal(signum)
+        code = self._process.wait(PATIENCE)
+        self._process.stdout.close()
+        return code

@@ -202,7 +202,8 @@ class Direction:
       gate: while it is cleared, data is held but not lost.
       delay: seconds that each piece takes.
       rate: bytes per second of each connection; None for no limit.
-      left: bytes that still pass before a connection is cut; None for no cut.
+      left: bytes that still pass before a connection is cut, or before data is held;
+        None for no limit.
     """
 
     def __init__(self, bandwidth=None):
@@ -212,7 +213,16 @@ class Direction:
 
     def mend(self):
         self.delay, self.rate, self.left = 0.0, None, None
+        self._holds = False
         self.gate.set()
+
+    def hold_after(self, size):
+        """Hold data, which is not lost, once as many bytes have passed."""
+        self._holds, self.left = True, size
+
+    def is_holding(self):
+        """Return whether data is held."""
+        return not self.gate.is_set()
 
     def carry(self, arriving):
         return arriving if self._link is None else self._link.carry(arriving)
@@ -225,7 +235,11 @@ class Direction:
             self.left = None if len(data) > left else left - len(data)
             if len(data) > left:
                 sink.sendall(data[:left])
-                raise ConnectionAbortedError
+                if not self._holds:
+                    raise ConnectionAbortedError
+                data = data[left:]
+                self.gate.clear()
+                self.gate.wait()
         view = memoryview(data)
         due = time.monotonic()
         while view:

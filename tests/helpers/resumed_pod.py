@@ -1,10 +1,11 @@
-"""One process of a resumable worker with sharded parameters, run by test_sharded.
+"""One process of a resumable worker with sharded parameters, run by resumed_groups.
 
 The gradient of a step depends on the parameters and the number of the step, which is
 saved with the worker, so that all runs with the same number of steps have one result.
 """
 
 import functools
+import math
 import os
 import signal
 
@@ -32,6 +33,7 @@ RULES = {
         codec=rules.codecs.error_feedback(rules.codecs.cast("bfloat16")),
     ),
 }
+SHAPE = (64, 24 << 10)  # of "w", whose pieces take several messages of gRPC
 SPECS = {  # by layout: the axes of each parameter
     "rows": {"w": ("x", None), "b": (), "scale": ()},
     "columns": {"w": (None, "x"), "b": ("x",), "scale": ()},
@@ -40,7 +42,7 @@ SPECS = {  # by layout: the axes of each parameter
 
 def initial_params():
     return {
-        "w": np.arange(8 * 12, dtype=np.float32).reshape(8, 12) / 64,
+        "w": np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE) / 2**21,
         "b": np.zeros(4, np.float32),
         "scale": np.float32(0.5),
     }
@@ -71,6 +73,10 @@ def train_step(worker, rule, params, state, number):
     return optax.apply_updates(params, updates), state
 
 
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Run:
     """A worker at its center; the methods are the commands."""
 
@@ -87,14 +93,19 @@ class Run:
             )
         return {"devices": jax.device_count()}
 
-    def connect(self, address, rule, layout, streaming=None, **how):
-        """Make the worker, in place of an earlier one."""
+    def connect(self, address, rule, layout, streaming=None, timeout=TIMEOUT, **how):
+        """Make the worker, in place of an earlier one.
+
+        Processes may have different addresses, in a list.
+        """
+        if isinstance(address, list):
+            address = address[self.process]
         if self.worker is not None:
             self.worker.leave()
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
         fragments = fragments_of(streaming)
         center = service.connect(
-            address, RULES[rule], timeout=TIMEOUT, fragments=fragments
+            address, RULES[rule], timeout=timeout, fragments=fragments
         )
         self.worker = self.loop = new_worker(center, streaming, **how)
         self.position = {"step": np.zeros((), np.int32)}
@@ -137,8 +148,11 @@ class Run:
 
     def die_when_sending(self):
         """Let the process be killed after a checkpoint, before it sends its pieces."""
-        session = sessions.of_worker(self.worker)
-        session.exchange = lambda submission: os.kill(os.getpid(), signal.SIGKILL)
+        sessions.of_worker(self.worker).exchange = die
+
+    def die_when_agreeing(self):
+        """Let the process be killed once it has its answer."""
+        sessions.of_worker(self.worker).processes.gather = die
 
     def die_between_shards(self):
         """Let the process be killed when only the first of two shards has a message."""
@@ -169,7 +183,7 @@ class Run:
         checkpoint.load(path, worker=self.worker)
 
     def report(self):
-        like_w = [x for x in jax.tree.leaves(self.state) if x.shape == (8, 12)]
+        like_w = [x for x in jax.tree.leaves(self.state) if x.shape == SHAPE]
         sharding = self.params["w"].sharding
         assert like_w
         assert all(x.sharding.is_equivalent_to(sharding, 2) for x in like_w)

@@ -1,6 +1,9 @@
 """One of two processes of a worker that make mistakes.
 
-python sharded_mistakes.py COORDINATOR PROCESS ADDRESS
+python sharded_mistakes.py COORDINATOR PROCESS ADDRESS SHARDS GUARDED STRICT
+
+SHARDS are the addresses of a center in two shards. The center at GUARDED asks for a
+token of TOKENS, and the one at STRICT rejects all messages.
 
 It prints a line of JSON for each mistake: its name, the error, and the seconds it took.
 """
@@ -18,10 +21,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import agn_optax
-from agn_optax import codecs, service
+from agn_optax import Fragments, codecs, service
 
 RULE = agn_optax.rules.downpour()
 TIMEOUT = 4.0  # s, of a connection
+ADDRESSES = {}  # of the other centers
+TOKENS = {"anna": "the-token-of-anna", "bert": "the-token-of-bert"}
 MISTAKES = {}
 
 
@@ -41,9 +46,9 @@ def arrays(spec=FIRST, rows=8, dtype=np.float32):
     return jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])
 
 
-def worker_of(center, name="anna", period=1):
-    inner = optax.sgd(1.0)
-    return agn_optax.Worker(center, inner, period=period, name=name, patience=0)
+def worker_of(center, name="anna", period=1, **settings):
+    inner, settings = optax.sgd(1.0), {"patience": 0, **settings}
+    return agn_optax.Worker(center, inner, period=period, name=name, **settings)
 
 
 def step(worker, params, state):
@@ -67,8 +72,116 @@ def shapes_differ(center, process):
 
 
 @mistake
+def messages_are_rejected_too_often(center, process):
+    with service.connect(ADDRESSES["strict"], RULE, timeout=TIMEOUT) as own:
+        worker = worker_of(own)
+        loop = worker.exchange(*step(worker, *worker.start(arrays())))
+        assert worker.rejected == 1
+        worker.exchange(*step(worker, *loop))
+
+
+@mistake
 def model_is_another_one(center, process):
     worker_of(center).start(arrays(rows=6))
+
+
+@mistake
+def rule_differs(center, process):
+    rule = [RULE, agn_optax.rules.dynsgd()][process]
+    with service.connect(center.address, rule, timeout=TIMEOUT) as own:
+        worker_of(own).start(arrays())
+
+
+@mistake
+def period_differs(center, process):
+    worker_of(center, period=2 + process).start(arrays())
+
+
+@mistake
+def overlap_differs(center, process):
+    worker_of(center, overlap=bool(process)).start(arrays())
+
+
+@mistake
+def patience_differs(center, process):
+    worker_of(center, patience=[None, 3][process]).start(arrays())
+
+
+@mistake
+def chief_differs(center, process):
+    worker_of(center).start(arrays(), chief=process == 0)
+
+
+@mistake
+def one_process_resumes(center, process):
+    worker = worker_of(center)
+    saved, token = worker.save(*worker.start(arrays())), worker.resume_token
+    if process:
+        worker.restore(saved, resume_token=token)
+    else:
+        worker.start(arrays())
+
+
+@mistake
+def token_is_wrong(center, process):
+    token = [TOKENS["anna"], "x" * 16][process]
+    with service.connect(
+        ADDRESSES["guarded"], RULE, timeout=TIMEOUT, token=token
+    ) as own:
+        worker_of(own).start(arrays())
+
+
+@mistake
+def token_is_of_another_worker(center, process):
+    token = TOKENS[["anna", "bert"][process]]
+    with service.connect(
+        ADDRESSES["guarded"], RULE, timeout=TIMEOUT, token=token
+    ) as own:
+        worker_of(own).start(arrays())
+
+
+def start_with_shards(addresses, params=None, fragments=None):
+    with service.connect(addresses, RULE, timeout=TIMEOUT) as center:
+        # Each process has a half of all rows, which are those of both shards.
+        first = arrays(P(None, "x")) if params is None else params
+        worker_of(center, period=4, fragments=fragments).start(first)
+
+
+@mistake
+def shards_are_in_another_order(center, process):
+    start_with_shards(ADDRESSES["shards"].split(",")[:: [1, -1][process]])
+
+
+@mistake
+def number_of_shards_differs(center, process):
+    start_with_shards([ADDRESSES["shards"], ADDRESSES["shards"].split(",")[0]][process])
+
+
+@mistake
+def centers_differ(center, process):
+    start_with_shards([center.address, ADDRESSES["shards"].split(",")[0]][process])
+
+
+@mistake
+def one_process_has_fragments(center, process):
+    pair = {"a": arrays(), "b": arrays()}
+    start_with_shards(ADDRESSES["shards"], pair, [None, Fragments(2)][process])
+
+
+@mistake
+def fragments_have_other_delays(center, process):
+    pair = {"a": arrays(), "b": arrays()}
+    start_with_shards(ADDRESSES["shards"], pair, Fragments(2, delay=process))
+
+
+@mistake
+def fragments_of_the_center_differ(center, process):
+    pair = {"a": arrays(), "b": arrays()}
+    given = Fragments([["a", "b"], ["b", "a"]][process])
+    with service.connect(
+        ADDRESSES["shards"], RULE, timeout=TIMEOUT, fragments=given
+    ) as own:
+        worker_of(own).start(pair)
 
 
 @mistake
@@ -195,8 +308,17 @@ def name_is_taken_at_first(center, process):
     worker.leave()
 
 
+@recovery
+def token_is_right(center, process):
+    with service.connect(ADDRESSES["guarded"], RULE, token=TOKENS["anna"]) as own:
+        worker = worker_of(own)
+        worker.exchange(*step(worker, *worker.start(arrays())))
+        worker.leave()
+
+
 def main():
     coordinator, process, address = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    ADDRESSES.update(zip(("shards", "guarded", "strict"), sys.argv[4:], strict=True))
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, 2, process)
     with service.connect(address, RULE, timeout=TIMEOUT) as center:

@@ -1,9 +1,12 @@
 """One process of a worker whose parameters are sharded over several processes.
 
-python sharded_worker.py COORDINATOR PROCESSES PROCESS LAYOUT NAME SCENARIO=ADDRESS ...
+python sharded_worker.py COORDINATOR PROCESSES PROCESS OWN LAYOUT NAME
+    SCENARIO=ADDRESS ...
 
-It runs the scenarios one after another, each at the center at its address, and prints a
-line of JSON for each. The tests run the same scenarios in one process.
+PROCESSES is the number of processes of the job, of which the worker has those from the
+first to the last number of OWN, such as 1-2. It runs the scenarios one after another,
+each at the center at its address, and prints a line of JSON for each. The tests run the
+same scenarios in one process.
 """
 
 import dataclasses
@@ -22,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import agn_optax
 from agn_optax import codecs, robust, rules, service
+from agn_optax.center import BoundedStaleness, MessageLimits, Submission
 
 # Encoded in blocks of 8, the rows of "u" on two devices have the shape of "u" again.
 SHAPES = {"w": (8, 16), "v": (4, 8), "u": (2, 4, 8), "b": (3,), "s": ()}
@@ -48,12 +52,14 @@ class Scenario:
 
     rule: Any
     shards: int = 1  # of the center
+    serving: Any = None  # further keyword arguments of `serve`
     settings: Any = None  # keyword arguments of Worker, but for its name
     steps: int = 12
     weight: Any = None
     flush: bool = False
     returns: bool = False  # whether the worker leaves and starts again
     together: bool = False  # whether all of WORKERS run it, in rounds
+    overtaken_at: tuple[int, ...] = ()  # steps before which another worker exchanges
     timed: bool = False  # whether results depend on the times at which answers arrive
     # Whether the center has moved by the sum of the worker's updates and its residual.
     adds_up: bool = False
@@ -112,6 +118,21 @@ def _scenarios():
         },
         flush=True,
     )
+    for name, shards, norm in (("rejected", 1, 6.0), ("shards_rejected", 2, 4.25)):
+        limits = service.Limits(messages=MessageLimits(norm=norm))
+        made[name] = Scenario(
+            rules.downpour(codec=by_codec["quantize"]),
+            shards=shards,
+            serving={"limits": limits},
+            # Messages of more steps are larger, and some exceed the limit.
+            settings={"period": lambda exchanges: 2 + 3 * (exchanges % 3)},
+            steps=30,
+        )
+    made["dropped"] = Scenario(
+        rules.downpour(codec=by_codec["quantize"]),
+        serving={"mode": BoundedStaleness(versions=1)},
+        overtaken_at=(4, 5),
+    )
     made["rounds"] = Scenario(by_rule["diloco"], together=True)
     # Krum and radial read whole messages, which no shard of a center has.
     for name, combine, shards in (
@@ -134,16 +155,24 @@ def params():
     return {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
 
 
-def mesh_of(layout, processes):
-    """Return the mesh of a layout, whose devices may also be those of one process."""
+def mesh_of(layout, processes, first=0):
+    """Return the mesh of a layout, whose devices may also be those of one process.
+
+    Args:
+      layout: name of the layout.
+      processes: number of the worker's processes.
+      first: index of the first of them.
+    """
     shape, axes = (processes,), ("a",)
     if layout == "both":
         shape, axes = (processes, 2), ("a", "b")
+    size = math.prod(shape)
+    begin = first * size // processes
     return jax.make_mesh(
         shape,
         axes,
         axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
-        devices=jax.devices()[: math.prod(shape)],
+        devices=jax.devices()[begin : begin + size],
     )
 
 
@@ -227,7 +256,10 @@ def run(scenario, center, name, first):
         for _ in range(1 + scenario.returns):
             params, state = worker.start(first, chief=name == "anna")
             total = jax.tree.map(lambda x: 0 * x, params)
-            for _ in range(scenario.steps):
+            for number in range(scenario.steps):
+                # The message of a round is complete only with the first process's.
+                if number in scenario.overtaken_at and jax.process_index() == 0:
+                    move(center)
                 params, state, total = step(params, state, total)
                 params, state = worker.exchange(params, state, weight=scenario.weight)
             if scenario.flush:
@@ -237,6 +269,21 @@ def run(scenario, center, name, first):
     if scenario.adds_up:
         sums = {"updates": total, "residual": state.codec_state.residual}
     return worker, params, sums
+
+
+def move(center):
+    """Make an exchange of another worker."""
+    codec, session = center.rule.codec, center.join("other")
+    message = {name: jnp.full(shape, 0.25) for name, shape in SHAPES.items()}
+    encoded, _ = codec.encode(message, codec.init(message))
+    session.exchange(Submission(1, encoded, center.describe().version))
+    session.leave()
+
+
+def numbers(worker):
+    """Return what a worker says about its exchanges."""
+    names = ("exchanges", "rejected", "dropped", "rejection")
+    return {name: getattr(worker, name) for name in names}
 
 
 def pieces(tree):
@@ -250,11 +297,12 @@ def pieces(tree):
 
 
 def main():
-    coordinator, processes, process, layout, name, *scenarios = sys.argv[1:]
+    coordinator, processes, process, own, layout, name, *scenarios = sys.argv[1:]
+    first, last = map(int, own.split("-"))
     logging.basicConfig(level=logging.WARNING)
     jax.config.update("jax_num_cpu_devices", 2 if layout == "both" else 1)
     jax.distributed.initialize(coordinator, int(processes), int(process))
-    mesh = mesh_of(layout, int(processes))
+    mesh = mesh_of(layout, last + 1 - first, first)
     for given in scenarios:
         key, _, address = given.partition("=")
         scenario = SCENARIOS[key]
@@ -264,12 +312,12 @@ def main():
             timeout=TIMEOUT,
             fragments=(scenario.settings or {}).get("fragments"),
         ) as center:
-            worker, last, sums = run(scenario, center, name, sharded(layout, mesh))
+            worker, adopted, sums = run(scenario, center, name, sharded(layout, mesh))
             said = {
                 "scenario": key,
-                "exchanges": worker.exchanges,
-                "specs": [str(x.sharding.spec) for x in jax.tree.leaves(last)],
-                "pieces": pieces(last),
+                "numbers": numbers(worker),
+                "specs": [str(x.sharding.spec) for x in jax.tree.leaves(adopted)],
+                "pieces": pieces(adopted),
                 "sums": {key: pieces(tree) for key, tree in sums.items()},
             }
             sys.stdout.write(f"\nRESULT {json.dumps(said)}\n")

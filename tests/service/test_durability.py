@@ -1,17 +1,15 @@
 """Servers that are killed: every acknowledged step counts once after the restart."""
 
 import contextlib
-import json
 import pathlib
 import shutil
 import signal
-import subprocess
 import threading
 
 import numpy as np
 import pytest
 from helpers import children, sessions, shared, tuning
-from helpers.commands import python
+from helpers.commands import ServerProcess
 from helpers.support import SHARES_MEMORY
 from helpers.waiting import wait_until
 
@@ -23,31 +21,6 @@ PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = shared.downpour()
 WORKERS, PROCESSES = 6, 2
 LIMIT = 60  # s, generous: no test should come near it
-
-
-class ServerProcess:
-    """``agn-optax serve`` as a process that can be restarted at the same address."""
-
-    def __init__(self, address, *options):
-        self._options = ["--json", "--rule=downpour", f"--address={address}", *options]
-        self.start()
-
-    def start(self):
-        arguments, environment = python(
-            "-m", "agn_optax.ops.cli", "serve", *self._options
-        )
-        self._process = subprocess.Popen(  # noqa: S603 our own program
-            arguments, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        line = self._process.stdout.readline()
-        assert json.loads(line)["event"] == "serving"
-
-    def end(self, signum):
-        """Send a signal, wait for the end, and return the exit code."""
-        self._process.send_signal(signum)
-        code = self._process.wait(LIMIT)
-        self._process.stdout.close()
-        return code
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import shutil
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -875,6 +877,26 @@ def test_many_regions_are_checked_quickly():
 
 
 # Modes and limits.
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_connection_of_a_process_is_released_when_it_ends(transport):
+    """Segments of killed processes would fill the memory until a garbage collection."""
+    gc.disable()
+    try:
+        with (
+            service.serve(DOWNPOUR, ZEROS) as server,
+            pod(server.address, DOWNPOUR, THREE(), transports=[transport]) as worker,
+        ):
+            assert_one_more(server, worker, 1)
+            known = sessions.listener(server, transport)._connections
+            ends = [weakref.ref(connection) for connection in known.values()]
+            assert len(ends) == 3
+            for session in worker.sessions:
+                session.disconnect()
+            wait_until(lambda: all(end() is None for end in ends))
+    finally:
+        gc.enable()
 
 
 def test_synchronous_round_of_two_workers_in_pieces_and_a_plain_one():

@@ -119,9 +119,12 @@ def test_exchange_ten_times_slower_than_the_best_is_said(transport, caplog):
         assert known_at_center() == {}
 
 
-def test_exchange_ten_times_slower_than_the_given_rate_is_said():
+def test_exchange_three_times_slower_than_the_given_rate_is_said():
     expected = ExpectedLink(rate=100 * SLOW)
-    with proxied("socket", SLOW, expected=expected) as (_, loop, _):
+    # Not ten times: a busy machine has long round trips, which are expected, too.
+    thresholds = Thresholds(slow_exchange=3)
+    with proxied("socket", SLOW, expected=expected) as (_, first, _):
+        loop = Loop(first.worker.center, name="ben", thresholds=thresholds)
         notice = loop.exchange_until_found("slow_exchange")
         assert "and 50 MB/s was expected (as given)" in notice.text
 

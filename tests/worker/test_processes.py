@@ -18,7 +18,7 @@ from helpers.waiting import wait_until
 
 from agn_optax import service
 from agn_optax._internal import in_background
-from agn_optax.center import Synchronous
+from agn_optax.center import MessageLimits, Synchronous
 
 LIMIT = 300  # s, generous for a busy machine
 TOGETHER = [name for name, scenario in SCENARIOS.items() if scenario.together]
@@ -29,9 +29,10 @@ QUICK = ["agn", "quantize"]  # the scenarios that `make test` runs
 @contextlib.contextmanager
 def served(scenario, **how):
     """Serve the shards of a center, and yield the servers and their addresses."""
+    settings = {**(scenario.serving or {}), **how}
     with contextlib.ExitStack() as stack:
         servers = [
-            stack.enter_context(service.serve(scenario.rule, **how))
+            stack.enter_context(service.serve(scenario.rule, **settings))
             for _ in range(scenario.shards)
         ]
         yield servers, ",".join(server.address for server in servers)
@@ -42,13 +43,17 @@ def connect(scenario, address):
     return service.connect(address, scenario.rule, fragments=fragments)
 
 
-def start_processes(count, layout, name, given):
-    """Start the processes of one worker, which run scenarios."""
-    coordinator = ports.free_address()
-    return start(
-        [sharded_worker.__file__, coordinator, str(count), str(i), layout, name, *given]
-        for i in range(count)
-    )
+def start_processes(count, layout, name, given, idle=0):
+    """Start a job with one worker, which runs scenarios, between idle processes."""
+    own = [f"{idle}-{idle + count - 1}", layout, name]
+    others = [own] * idle
+    return start_job([*others, *[[*own, *given]] * count, *others])
+
+
+def start_job(processes):
+    """Start a job, given the arguments of each of its processes after its index."""
+    job = [sharded_worker.__file__, ports.free_address(), str(len(processes))]
+    return start([*job, str(i), *given] for i, given in enumerate(processes))
 
 
 def start(commands):
@@ -100,7 +105,7 @@ def scenarios_of(processes):
     return [{r["scenario"]: r for r in results} for results in results_of(processes)]
 
 
-def check(count, layout, names, *, by_pieces=True):
+def check(count, layout, names, *, by_pieces=True, idle=0):
     """Run scenarios in several processes and in one, and compare the results.
 
     Args:
@@ -108,11 +113,13 @@ def check(count, layout, names, *, by_pieces=True):
       layout: name of their layout.
       names: names of the scenarios.
       by_pieces: whether the one process encodes the processes' pieces, not leaves.
+      idle: number of further processes before them, and after them.
     """
     with contextlib.ExitStack() as stack:
         centers = {n: stack.enter_context(served(SCENARIOS[n])) for n in names}
         given = [f"{name}={address}" for name, (_, address) in centers.items()]
-        results = scenarios_of(start_processes(count, layout, "anna", given))
+        job = start_processes(count, layout, "anna", given, idle)
+        results = scenarios_of(job)[idle : idle + count]
         for name in names:
             scenario, address = SCENARIOS[name], centers[name][1]
             of_one = scenario
@@ -126,6 +133,9 @@ def check(count, layout, names, *, by_pieces=True):
                 worker, last, _ = sharded_worker.run(
                     of_one, center, "anna", sharded_worker.params()
                 )
+                numbers = sharded_worker.numbers(worker)
+                assert numbers["rejected"] or not name.endswith("rejected")
+                assert numbers["dropped"] or name != "dropped"
                 expected, found = center.pull(), own.pull()
                 assert found.version == expected.version, name
                 equal = np.testing.assert_array_equal
@@ -135,7 +145,7 @@ def check(count, layout, names, *, by_pieces=True):
                     for key in expected.params:
                         equal(found.params[key], expected.params[key], err_msg=name)
                 for said in results:
-                    assert said[name]["exchanges"] == worker.exchanges
+                    assert said[name]["numbers"] == numbers, name
                     compare_pieces(said[name], last, layout, name)
                     if scenario.adds_up:
                         check_sums(said[name], found.params, name)
@@ -241,6 +251,34 @@ def test_workers_of_different_shapes_adopt_the_same_center():
 
 
 @pytest.mark.slow
+def test_workers_of_parts_of_one_job_adopt_the_same_center():
+    """Anna has processes 0 and 1 of a job, and Bert 2 and 3, at the same time."""
+    scenario, names = SCENARIOS["rounds"], ["anna", "bert"]
+    rounds = {"mode": Synchronous(), "barrier": len(names)}
+    with (
+        served(scenario, **rounds) as (_, alone),
+        served(scenario, **rounds) as (_, address),
+    ):
+        threads = run_in_threads(names, {"rounds": alone}, ["rounds"])
+        expected = [thread.result(LIMIT)["rounds"] for thread in threads]
+        anna = ("0-1", "fsdp", "anna", f"rounds={address}")
+        bert = ("2-3", "tensor", "bert", f"rounds={address}")
+        results = scenarios_of(start_job([anna, anna, bert, bert]))
+        center, found = (pulled({"rounds": a})["rounds"] for a in (alone, address))
+    assert found.version == center.version == scenario.steps // 4
+    assert_identical(found.params, center.params)
+    for said in results[:2]:
+        compare_pieces(said["rounds"], expected[0], "fsdp", "rounds")
+    for said in results[2:]:
+        compare_pieces(said["rounds"], expected[1], "tensor", "rounds")
+
+
+@pytest.mark.slow
+def test_worker_of_some_processes_equals_one_of_one_process():
+    check(2, "stacked", QUICK, by_pieces=False, idle=1)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_rule_codec_and_setting_equals_one_process():
     check(2, "stacked", ALONE, by_pieces=False)
@@ -257,14 +295,14 @@ def test_every_layout_equals_one_process(count, layout):
 
 
 @pytest.mark.slow
-def test_worker_survives_an_outage_of_one_of_its_processes():
+def test_worker_survives_an_outage_of_one_of_its_processes(tmp_path):
     rule, coordinator, timeout = sharded_life.RULE, ports.free_address(), 60.0
     with service.serve(rule, direct_address=False) as server, Proxy() as proxy:
         host, _, port = server.address.rpartition(":")
         through = f"{host}:{proxy.forward((host, int(port)))}"
         program = [sharded_life.__file__, coordinator, "2"]
         processes = start(
-            [*program, str(i), "anna", address, "4096", "60", str(timeout)]
+            [*program, str(i), "anna", address, "4096", tmp_path / "end", str(timeout)]
             for i, address in enumerate([server.address, through])
         )
         center = server.center
@@ -276,6 +314,7 @@ def test_worker_survives_an_outage_of_one_of_its_processes():
         version = center.version
         wait_until(lambda: center.version > version)
         assert time.monotonic() - begin < timeout  # nobody waited for the timeout
+        (tmp_path / "end").touch()
         results_of(processes)
         found = center.pull()
     for leaf in found.params.values():
@@ -286,7 +325,22 @@ MISTAKES = {
     "names_differ": "disagree about their worker: ['anna-0', 'anna-1']",
     "shardings_differ": "disagree about their shardings",
     "shapes_differ": "disagree about their model",
+    "messages_are_rejected_too_often": "MessageRejectedError",
     "model_is_another_one": "parameters of another model",
+    "rule_differs": ("must make the same calls", "RuleMismatchError"),
+    "period_differs": "disagree about their period: [2, 3]",
+    "overlap_differs": "disagree about their overlap: [False, True]",
+    "patience_differs": "disagree about their patience: [None, 3]",
+    "chief_differs": "disagree about their chief: [True, False]",
+    "one_process_resumes": "disagree about their session",
+    "token_is_wrong": ("must make the same calls", "NotAllowedError"),
+    "token_is_of_another_worker": "only worker 'anna' itself may make this call",
+    "shards_are_in_another_order": "Give all processes all addresses",
+    "number_of_shards_differs": "Give all processes all addresses",
+    "centers_differ": "Give all processes all addresses",
+    "one_process_has_fragments": "disagree about their fragments: ['None', ",
+    "fragments_have_other_delays": "disagree about their fragments: ['Frag",
+    "fragments_of_the_center_differ": "disagree about their fragments of the center",
     "some_leaves_are_local": "NamedSharding on one mesh",
     "center_is_in_this_process": "and a center in this process do not go together",
     "codec_reads_the_whole_tree": "a codec that reads the whole tree do not go",
@@ -301,17 +355,36 @@ MISTAKES = {
 @pytest.mark.slow
 def test_mistakes_are_errors_in_every_process_and_move_nothing():
     rule, coordinator = sharded_mistakes.RULE, ports.free_address()
-    with service.serve(rule, np.ones((8, 2), np.float32)) as server:
+    lines = [f"chief {name} {token}" for name, token in sharded_mistakes.TOKENS.items()]
+    messages = MessageLimits(norm=0.5, in_a_row=2)
+    strict_limits = service.Limits(messages=messages)
+    access = service.Access("\n".join(lines).encode())
+    first, half = np.ones((8, 2), np.float32), np.ones((4, 2), np.float32)
+    with (
+        service.serve(rule, first) as server,
+        service.serve(rule, first, security=service.Security(access=access)) as guarded,
+        service.serve(rule, first, limits=strict_limits) as strict,
+        service.serve(rule, half) as upper,
+        service.serve(rule, half) as lower,
+    ):
+        shards = f"{upper.address},{lower.address}"
+        addresses = [server.address, shards, guarded.address, strict.address]
         program = [sharded_mistakes.__file__, coordinator]
-        both = start([*program, str(i), server.address] for i in range(2))
+        both = start([*program, str(i), *addresses] for i in range(2))
         results = results_of(both)
         recoveries = list(sharded_mistakes.RECOVERIES)
-        assert server.center.version == len(recoveries)
+        assert guarded.center.version == recoveries.count("token_is_right") == 1
+        assert server.center.version == len(recoveries) - 1
+        for other in (strict, upper, lower):
+            assert other.center.version == 0
     for process, said in enumerate(results):
         assert [name for name, *_ in said] == [*MISTAKES, *recoveries]
         for name, error, seconds in said[: len(MISTAKES)]:
             if error.startswith("RuntimeError: the process that"):
                 continue
-            assert MISTAKES[name] in error, (process, name, error)
+            expected = MISTAKES[name]
+            if isinstance(expected, tuple):  # of each process
+                expected = expected[process]
+            assert expected in error, (process, name, error)
             # A process knows who is missing two seconds later, and then waits for four.
             assert seconds < sharded_mistakes.TIMEOUT + 10, (process, name, seconds)

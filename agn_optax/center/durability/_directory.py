@@ -14,6 +14,7 @@ written. `Files` reads a directory without the lock.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import pathlib
@@ -45,6 +46,9 @@ _log = logging.getLogger("agn_optax")
 
 # Bytes to reserve for a journal at a time: its current size, within these limits.
 _MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
+
+
+_COPIED = 1024  # records of a journal that are copied to a chain at a time
 
 
 class Segment(NamedTuple):
@@ -118,6 +122,21 @@ class Files:
                 is_chain=is_chain,
                 with_arrays=with_arrays,
             )
+
+    def find_digest(self, number: int) -> bytes | None:
+        """Return the digest of a record as its head says it; None if it is not kept."""
+        segments = [s for s in self.segments() if s.number <= number]
+        for kind in ("journal", "chain") if segments else ():
+            # Another thread may just replace the journal by a chain.
+            path = self.file(kind, segments[-1].number)
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open_file(path, os.O_RDONLY) as file,
+            ):
+                for head in _records.heads(file, is_chain=kind == "chain"):
+                    if head.number == number:
+                        return head.digest
+        return None
 
     def read_snapshot(self, number: int) -> Record:
         """Read a snapshot.
@@ -376,8 +395,9 @@ class Directory(Files):
 
     def trim(self, journal: int, size: int) -> None:
         """Free the reserved space of a journal that gets no more records."""
-        with contextlib.suppress(FileNotFoundError):
-            os.truncate(self.file("journal", journal), size)
+        path = self.file("journal", journal)
+        with contextlib.suppress(FileNotFoundError), open_file(path, os.O_RDWR) as file:
+            os.ftruncate(file, size)
 
     def drop_contributions(self, journals: int, limit: int) -> None:
         """Drop the contributions of the oldest journals until the rest fits.
@@ -415,11 +435,12 @@ class Directory(Files):
     def _drop_arrays(self, journal: Segment) -> None:
         """Replace a journal by a chain, which has its records without arrays."""
         records = self.read_segment(journal, with_arrays=False)
+        position = 0
         with self._new_file(self.file("chain", journal.number)) as file:
-            position = 0
-            for record in records:
-                _records.write(file, [memoryview(record.head_and_about)], position)
-                position += len(record.head_and_about)
+            while some := list(itertools.islice(records, _COPIED)):
+                pieces = [memoryview(record.head_and_about) for record in some]
+                _records.write(file, pieces, position)
+                position += sum(map(len, pieces))
         journal.path.unlink()
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from agn_optax._internal import check, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._runtime import Runtime
 from agn_optax.center._store import CenterState, Store, log_version
+from agn_optax.center.durability._chain import Digests, Witness, read_witness
 from agn_optax.center.durability._directory import Directory
 from agn_optax.center.durability._files import disk_errors
 from agn_optax.center.durability._replay import apply_record, state_in
@@ -163,6 +164,7 @@ class Keeper:
         # What the next record says beside its event.
         self._noted: dict[str, Any] = {"snapshots": []}
         self._written = 0  # number of records that the journal has written
+        self._digests = Digests(0)  # of written records
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
         self._begun = 0  # number of the first record of this process
         self._attempted = 0  # number of records before the last attempt at a snapshot
@@ -202,10 +204,14 @@ class Keeper:
         now = self._clock()
         states = [snapshot.about["ledger"]]
         self._number, self._digest = snapshot.number, snapshot.parent
+        if self._number:
+            self._digests = Digests(self._number - 1)
+            self._digests.add(self._digest)
         last, saved_as = snapshot, [snapshot.number, snapshot.digest.hex()]
         self._noted["snapshots"] = [saved_as]
         for record in self._directory.replay(snapshot):
             self._number, self._digest = record.number + 1, record.digest
+            self._digests.add(record.digest)
             apply_record(record, store)
             states.append(record.about["ledger"])
             last = record
@@ -302,6 +308,63 @@ class Keeper:
         return self.recorded
 
     @property
+    def witness(self) -> str:
+        """The newest record on disk, for workers; "" before the first record.
+
+        Hold the lock to read it.
+        """
+        number = self._digests.end - 1
+        digest = self._digests.find(number)
+        if digest is None:
+            return ""
+        return str(Witness(self.center_id, number, digest))
+
+    def check_witnesses(self, texts: Iterable[str], worker: str) -> None:
+        """Check that this center has the records that a worker has seen; log an error.
+
+        See `_check_witness`.
+        """
+        try:
+            for text in texts:
+                self._check_witness(text, worker)
+        except errors.OtherHistoryError as error:
+            _log.error("%s", error)
+            raise
+
+    def _check_witness(self, text: str, worker: str) -> None:
+        """Check that this center has the record that a worker has seen.
+
+        A record of another center says nothing about this one, which then has another
+        center id. A record that was not kept is not compared. Call this without the
+        lock: old records are searched on disk.
+
+        Raises:
+          InvalidArgumentError: the text is no witness.
+          OtherHistoryError: the center has another record of this number, or none yet.
+        """
+        seen = read_witness(text)
+        if seen.center_id != self.center_id:
+            return
+        with self._changed:
+            end, digest = self._digests.end, self._digests.find(seen.number)
+        if seen.number < end and digest is None and self._journal.keep:
+            digest = self._directory.find_digest(seen.number)
+        if seen.number >= end:
+            found = f"this center has {end} records"
+        elif digest not in (None, seen.digest):
+            found = f"this center has another record {seen.number}"
+        else:
+            return
+        raise errors.OtherHistoryError(
+            "this center's history does not contain what worker "
+            f"{worker!r} has seen: record {seen.number} with digest "
+            f"{seen.digest.hex()}, but {found}. Its directory "
+            f"{self._directory.path} may be an old copy, or another center has "
+            "continued from a copy. Serve the newest directory; or remove its lock: "
+            "then the center gets a new id, and its workers start again"
+        )
+
+    @property
     def keeps_all(self) -> bool:
         """True if contributions are kept that did not move the center, too."""
         return self._journal.keep == "contributions"
@@ -358,8 +421,10 @@ class Keeper:
         except OSError as error:
             self._fail(error)
 
-    def _set_written(self, number: int, digest: bytes) -> None:
+    def _set_written(self, number: int, digests: list[bytes]) -> None:
         with self._changed:
+            for digest in digests:
+                self._digests.add(digest)
             self._written = number
             self._changed.notify_all()
 
@@ -372,7 +437,8 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        self._remove_old(self._begun)
+        if self._journal.keep:  # else `begin` has done it
+            self._remove_old(self._begun)
         while True:
             with self._changed:
                 self._changed.wait_for(

@@ -34,6 +34,7 @@ import numpy as np
 
 _MAGIC = b"agnoptax"
 FORMAT = 2
+_DIGEST_SIZE = 16  # bytes
 _ALIGNMENT = 64  # bytes, of records and arrays
 _PAGE = 4096  # bytes that are summed as one page for a digest
 _SMALL = 1 << 16  # bytes; smaller records are written in one piece
@@ -265,6 +266,23 @@ def read_all(
         cut_off(left)
 
 
+def heads(file: int, *, is_chain: bool) -> Iterator[Head]:
+    """Yield the heads of an open file's records, without checking the records.
+
+    Raises:
+      FormatError: another release wrote the file.
+    """
+    position = 0
+    while True:
+        raw = os.pread(file, _HEAD.size, position)
+        head = _head(raw, f" at byte {position}")
+        if head is None:
+            return
+        yield head
+        without_arrays = _aligned(_HEAD.size + head.about)
+        position += without_arrays if is_chain else max(head.size, without_arrays)
+
+
 def check_parent(record: Record, parent: bytes | None) -> None:
     """Check that a record names the one before it, whose digest may be unknown (None).
 
@@ -290,7 +308,7 @@ def content_digest(leaves: Sequence[Any], arrays: Sequence[np.ndarray]) -> bytes
       leaves: dtype and shape of each array.
       arrays: the arrays as bytes: flat, contiguous and of dtype uint8.
     """
-    digest = hashlib.blake2b(_json(leaves), digest_size=16)
+    digest = hashlib.blake2b(_json(leaves), digest_size=_DIGEST_SIZE)
     for array in arrays:
         paged = len(array) // _PAGE * _PAGE  # bytes in complete pages
         if paged:
@@ -406,6 +424,5 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _digest(head: Head, text: bytes) -> bytes:
-    digest = hashlib.blake2b(_HEAD.pack(*head._replace(digest=b"")), digest_size=16)
-    digest.update(text)
-    return digest.digest()
+    without_digest = _HEAD.pack(*head)[:-_DIGEST_SIZE]
+    return hashlib.blake2b(without_digest + text, digest_size=_DIGEST_SIZE).digest()

@@ -1,9 +1,10 @@
-"""The versions and the processor on which a center computes its numbers."""
+"""The versions, processor and flags with which a center computes its numbers."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import pathlib
 import platform
 
@@ -29,6 +30,7 @@ def stack() -> dict[str, str]:
         "numpy": np.__version__,
         "platform": jax.default_backend(),
         "processor": _processor(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

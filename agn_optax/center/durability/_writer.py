@@ -32,9 +32,9 @@ class Writer:
       directory: directory of the files.
       number: number of the first record.
       digest: digest of the record before it.
-      on_written: called with the number of written records, and with the digest of the
-        last one, each time that the number grows, and when a request for a new file
-        has been handled.
+      on_written: called with the number of written records, and with the digests of
+        those since the last call, each time that the number grows, and when a request
+        for a new file has been handled.
       on_failed: called with the exception after which nothing more is written.
       runtime: has the thread.
 
@@ -62,13 +62,14 @@ class Writer:
         directory: Directory,
         number: int,
         digest: bytes,
-        on_written: Callable[[int, bytes], None],
+        on_written: Callable[[int, list[bytes]], None],
         on_failed: Callable[[Exception], None],
         runtime: Runtime,
     ) -> None:
         self._directory = directory
         self._number = number
         self.digest = self.before = digest
+        self._digests: list[bytes] = []  # of records since the last call of on_written
         self._on_written = on_written
         self._on_failed = on_failed
         # Contents of records; "new file" begins a new file, and "end" ends the thread.
@@ -149,6 +150,7 @@ class Writer:
             pieces += record.pieces
             end += record.size
             self._number, self.digest = self._number + 1, record.digest
+            self._digests.append(record.digest)
         self._write(pieces, end)
         return True
 
@@ -163,7 +165,11 @@ class Writer:
         self.end, self._size = end, size
         self._directory.check_paths(self._file, self.begin)
         self._directory.write_num_records(self._number)
-        self._on_written(self._number, self.digest)
+        self._report()
+
+    def _report(self) -> None:
+        digests, self._digests = self._digests, []
+        self._on_written(self._number, digests)
 
     def _switch_file(self) -> None:
         """Continue in a new file, or in the current one if none can be created."""
@@ -178,7 +184,7 @@ class Writer:
             self.full = full
             os.close(before)
         self.is_switching = False
-        self._on_written(self._number, self.digest)
+        self._report()
 
     def _begin_file(self) -> None:
         self._file, self._size = self._directory.begin_journal(self._number)

@@ -278,6 +278,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         """True, as each process of a worker may exchange its own pieces."""
         return True
 
+    def current_ids(self) -> list[str]:
+        """Return the center id, in a list as that of a center in shards."""
+        return [self._remote.describe().center]
+
     @property
     def timeout(self) -> float:
         """The timeout of the connection, in seconds."""

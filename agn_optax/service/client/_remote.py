@@ -11,7 +11,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import ExpectedLink, Pieces, Submission
+from agn_optax.center import ExpectedLink, Pieces, Submission, newest
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
@@ -48,6 +48,7 @@ class Remote:
       expected: as given.
       schemas: see `known_schemas`; None until the center is initialized.
       description: the last description that the center gave.
+      witness: the newest `Answer.witness` that any session has seen; "" for none.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Remote:
         self.expected = expected or ExpectedLink()
         self.schemas: WireSchemas | None = None
         self.description: pb.Description
+        self.witness = ""
         self._buffers, self._wide_buffers = Buffers(), Buffers()
         self._transports = transports
         self._offers: dict[str, pb.Offer] = {}  # the center's, by transport
@@ -200,7 +202,9 @@ class Remote:
             raise errors.ProtocolError(
                 f"expected an answer to exchange {sequence}, got one to {received}"
             )
-        return _version_in(header, link, schema, self.address)
+        snapshot, arrays = _version_in(header, link, schema, self.address)
+        self.witness = newest(self.witness, snapshot.witness)
+        return snapshot, arrays
 
     def in_center_dtype(
         self, arrays: list[np.ndarray], schemas: WireSchemas

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center import Answer, Session, Share, Snapshot, Submission, Transfer
+from agn_optax.center import (
+    Answer,
+    Session,
+    Share,
+    Snapshot,
+    Submission,
+    Transfer,
+    newest,
+)
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
@@ -69,7 +77,10 @@ class RemoteSession(Session):
         self.worker = worker
         # The id of the center, "" before the first join; and the id of the session.
         self._center_id: str
-        self._center_id, self.session_id = resume_token or ("", uuid.uuid4().hex)
+        # Tokens of earlier releases have no witness.
+        token = resume_token or ("", uuid.uuid4().hex)
+        self._center_id, self.session_id, *witness = token
+        self._witness = "".join(witness)  # until the session has joined
         self._remote = remote
         self._like = like
         self._lock = threading.Lock()
@@ -99,8 +110,9 @@ class RemoteSession(Session):
 
     @property
     def resume_token(self) -> Any:
-        """The ids of center and session, see `Session.resume_token`."""
-        return [self._center_id, self.session_id]
+        """The ids of center and session, and a witness: see `Session.resume_token`."""
+        witness = self._remote.witness
+        return [self._center_id, self.session_id, self._witness or witness]
 
     def join(self, timeout: float | None) -> None:
         """Join the center: see `Center.join`."""
@@ -264,6 +276,8 @@ class RemoteSession(Session):
             worker=self.worker,
             session_id=self.session_id,
             center=self._center_id,
+            # The connection may have seen a newer record, but of another history.
+            witnesses=filter(None, {remote.witness, self._witness}),
         )
         frame = Frame(pb.Header(join=join))
         if self._share is not None:
@@ -284,6 +298,8 @@ class RemoteSession(Session):
                     )
                 header = link.read_header()
         self._center_id = header.joined.center
+        remote.witness = newest(self._witness, remote.witness)
+        self._witness = ""
         return link
 
     def _send(self) -> Link:

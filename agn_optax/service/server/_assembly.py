@@ -175,6 +175,8 @@ class Assembly:
         """Report that a process has lost its newest connection."""
         with self._changed:
             is_newest = self._closers.get(process) is closer
+            if is_newest:
+                del self._closers[process]  # it keeps the connection in memory
         if is_newest:
             self._session.disconnect()
 

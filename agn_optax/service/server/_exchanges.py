@@ -102,7 +102,8 @@ class Exchanges:
                 traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=traffic.norm)
             notices = self._core.notices_for(session.worker)
-            answer = answer._replace(notices=notices)
+            witness = self._core.witness
+            answer = answer._replace(notices=notices, witness=witness)
             worker, session_id = session.worker, session.session_id
             if part is None or (part.is_first and message.sequence):
                 on_event("exchange", worker, session_id, answer)

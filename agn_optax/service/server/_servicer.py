@@ -46,6 +46,7 @@ _log = logging.getLogger("agn_optax")
 _MISSED_HEARTBEATS = 3  # heartbeats that may be missed
 _MAX_HEARTBEAT = 5.0  # maximum s between two heartbeats
 _MAX_NAME = 256  # bytes of a worker's name
+_MAX_WITNESSES = 2  # of a worker that joins
 _MAX_PULL_WAIT = 60.0  # s that a pull may wait for the first parameters
 
 
@@ -280,6 +281,11 @@ class Servicer:
                 join = _check_protocol(header.join)
                 _check_name(join.worker)
                 _check_name(join.session_id)
+                if len(join.witnesses) > _MAX_WITNESSES:
+                    raise errors.ProtocolError(
+                        f"a worker sends {_MAX_WITNESSES} witnesses at most, got "
+                        f"{len(join.witnesses)}"
+                    )
                 caller.check("Exchange", join.worker)
                 worker = join.worker
                 yield from self._serve_session(join, reader, context, transport)
@@ -307,6 +313,7 @@ class Servicer:
             session = self.core.join(
                 join.worker,
                 join.session_id,
+                witnesses=join.witnesses,
                 resume=bool(join.center),
                 heartbeat_timeout=self._heartbeat_timeout,
                 close_connection=context.cancel,
@@ -367,6 +374,7 @@ class Servicer:
             assembly.join(
                 share,
                 closer,
+                witnesses=join.witnesses,
                 resume=bool(join.center),
                 heartbeat_timeout=self._heartbeat_timeout,
             )

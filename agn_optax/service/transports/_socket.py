@@ -48,6 +48,8 @@ _SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg, or to encrypt at once
 _SOCKET_BUFFER = 4 << 20  # bytes; a larger one does not speed up the kernel's copies
 _PEER_TIMEOUT = 15  # s without any response; then a peer is disconnected, as by gRPC
 _CREDENTIALS = struct.Struct("iII")  # ids of process, user and group, from the kernel
+_ENDED: Future[None] = Future()  # of all connections that have ended
+_ENDED.cancel()
 
 _log = logging.getLogger("agn_optax")
 
@@ -422,6 +424,9 @@ class SocketConnection(FrameReader):
     def mark_ended(self) -> None:
         """Mark the connection as ended; may be called by several threads."""
         self._disconnected.cancel()
+        # The callbacks, which a future keeps, may refer to this connection, whose
+        # segments would then be in memory until a garbage collection.
+        self._disconnected = _ENDED
 
 
 def _user(sock: socket.socket) -> int:

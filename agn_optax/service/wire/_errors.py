@@ -21,6 +21,7 @@ _CODES: dict[type, grpc.StatusCode] = {
     errors.NotAllowedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotInitializedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WorkerStateError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OtherHistoryError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RuleMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.DurabilityError: grpc.StatusCode.INTERNAL,
 }
