@@ -220,7 +220,7 @@ class Server:
             call = functools.partial(getattr(self, f"_{name}"), link, *args)
             self._run_task(Task(self.process, call, link))
 
-    def _join(self, link, worker, session_id, center_id):
+    def _join(self, link, worker, session_id, center_id, witnesses):
         core = self.core
         if center_id not in ("", core.center_id):
             raise errors.WorkerStateError("this center is another one")
@@ -228,6 +228,7 @@ class Server:
             worker,
             session_id,
             resume=bool(center_id),
+            witnesses=witnesses,
             heartbeat_timeout=HEARTBEAT_TIMEOUT,
             close_connection=link.end,
         )
@@ -257,7 +258,8 @@ class Server:
 
     def _send_answer(self, link, kept, params):
         link.session.wait_until_kept(kept)
-        link.reply("answer", kept.answer._replace(params=params))
+        answer = kept.answer._replace(params=params, witness=self.core.witness)
+        link.reply("answer", answer)
 
     def _then(self, link, call, *args):
         """Go on with another step of a thread, which may be blocked by itself."""

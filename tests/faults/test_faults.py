@@ -1,14 +1,16 @@
 """A few hundred runs of simulated faults; and the faults of the package they find."""
 
+import dataclasses
 import inspect
 import types
 
 import pytest
 from faults import scenario
 from faults.run import Runner
+from helpers import shared
 
-from agn_optax.center import _core, _ledger
-from agn_optax.center.durability import _keeper, _writer
+from agn_optax.center import Asynchronous, _core, _ledger
+from agn_optax.center.durability import _directory, _keeper, _writer
 from agn_optax.worker import _machine
 
 # A module of the package, a text in it, and what replaces the text: one fault each.
@@ -27,11 +29,6 @@ FAULTS = {
         _ledger,
         "if resume and not is_same:",
         "if resume and is_same is None:",
-    ),
-    "a session whose lease has ended stays registered": (
-        _ledger,
-        "if member.expires <= now:",
-        "if member.expires < 0:",
     ),
     "sessions are forgotten when they end": (
         _ledger,
@@ -53,11 +50,6 @@ FAULTS = {
         'self._record("join", worker, session=session_id, connection=connection)',
         "pass",
     ),
-    "a pull does not wait for the disk": (
-        _core,
-        "                self._wait_until_kept(recorded)\n            yield version",
-        "                pass\n            yield version",
-    ),
     "a restart skips the ledger of the last record": (
         _keeper,
         "        for state in states:",
@@ -77,6 +69,11 @@ FAULTS = {
         _writer,
         "        _sync(self._file)\n",
         "",
+    ),
+    "a start on a full disk removes an empty journal": (
+        _directory,
+        "            if is_new:\n                path.unlink(",
+        "            if file:\n                path.unlink(",
     ),
     "a worker keeps the steps of a round that has ended": (
         _machine,
@@ -107,6 +104,25 @@ def test_hundreds_of_scenarios_hold(runner):
     assert {*runner.outcomes} >= {"applied", "dropped", "rejected"}
 
 
+@pytest.mark.parametrize("fault", ["before", "after", "torn", "full"])
+@pytest.mark.parametrize("power", [False, True])
+def test_disk_may_fail_at_any_call(fault, power, runner):
+    failure = first_failure_of_disk(runner, fault, power=power)
+    assert not failure, failure
+
+
+def first_failure_of_disk(runner, fault, *, power):
+    """Let each call of the disk fail, one in each run; return how the first failed."""
+    plan = scenario.Plan(exchanges=2, starts=0.5)
+    plain = scenario.Scenario(7, shared.downpour(), Asynchronous(), workers=(plan,))
+    plain = dataclasses.replace(plain, kills=(0.3,), power=power)
+    for call in range(1, 60):
+        failure = runner.run(dataclasses.replace(plain, disk=((call, fault),)))
+        if failure:
+            return f"call {call}: {failure}"
+    return ""
+
+
 def test_seed_repeats_a_run(runner):
     for seed in (1, 2, 3):
         assert not runner.run(scenario.drawn(seed))
@@ -128,11 +144,13 @@ def test_failing_scenario_is_made_small(runner, monkeypatch):
     assert scenario.show(small) in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_put_in_by_hand_is_found(fault, runner, monkeypatch):
     put_in(monkeypatch, *FAULTS[fault])
     found = (scenario.drawn(seed) for seed in range(3000))
-    assert any(map(runner.run, found))
+    full = first_failure_of_disk(runner, "full", power=False)
+    assert full or any(map(runner.run, found))
 
 
 def put_in(patch, module, text, replacement):

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 from faults.center import HEARTBEAT_TIMEOUT
+from faults.ledger import BrokenError
 
 from agn_optax import errors
 from agn_optax.center import Submission
@@ -67,6 +68,7 @@ class Life:
         self._one_call = ()  # a call without a session: the request, until its reply
         self._attempt = 0
         self.version = 0
+        self.witnesses = ()  # that of the last answer
         self.seen = 0  # version adopted last
         if checkpoint is None:
             self._new_session()
@@ -74,6 +76,7 @@ class Life:
             self.center_id, self.session_id = checkpoint["token"]
             self.x = checkpoint["x"]
             self.version = checkpoint["version"]
+            self.witnesses = checkpoint["witnesses"]
             worker.samples = self._first = checkpoint["samples"]
             self._sent_from = checkpoint["first"]
             self.machine.start(
@@ -125,7 +128,8 @@ class Life:
         if self.link is not None:
             self.link.end()
         self.link = Link(self._run, self)
-        self.link.send("join", self.worker.name, self.session_id, self.center_id)
+        ids = self.session_id, self.center_id
+        self.link.send("join", self.worker.name, *ids, self.witnesses)
         self._expect()
 
     def _expect(self):
@@ -203,6 +207,8 @@ class Life:
     def _fail(self, error):
         """End the session, whose worker starts again, as its training loop would."""
         self._attempt += 1
+        if isinstance(error, errors.OtherHistoryError):
+            raise BrokenError(f"a witness of {self.worker.name} is refused: {error}")
         resumes = self._checkpoint is not None
         if resumes and isinstance(error, errors.WorkerStateError):
             self._run.ledger.cannot_resume(self, error)
@@ -270,6 +276,7 @@ class Life:
             "exchanges": machine.exchanges,
             "x": self.x,
             "version": self.version,
+            "witnesses": self.witnesses,
             "first": first,
             "samples": self.worker.samples,
         }
@@ -306,7 +313,7 @@ class Life:
         self._attempt += 1
         self._run.ledger.answered(self, self._message, answer)
         self._point()
-        self._answer = answer
+        self._answer, self.witnesses = answer, (answer.witness,)
         if self._calls:
             self._go_on()
 
