@@ -1,5 +1,5 @@
 # All targets run in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test slow anywhere nox frameworks mutants chaos fuzz lint types format bench docs proto lock clean venv
+.PHONY: help demo towers test slow anywhere nox frameworks mutants chaos faults fuzz lint types format bench docs proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -35,6 +35,9 @@ mutants: venv ## put faults into the package, one at a time, and list those no t
 
 chaos: venv ## break processes and networks: ARGS="--count 200", or "--seed N" to repeat a run
 	@PYTHONPATH=tests:. $(python) -B -m chaos $(ARGS)
+
+faults: venv ## a minute of simulated faults, thousands: ARGS="--seconds 600", "--seed N"
+	@PYTHONPATH=tests:. $(python) -B -m faults $(ARGS)
 
 fuzz: venv ## give parsers and a live center nearly valid input: ARGS="--count 1000000"
 	@PYTHONPATH=tests:. $(python) -B -m fuzz $(ARGS)

@@ -26,6 +26,17 @@ def copy(tree: PyTree, dtype: Any = None) -> PyTree:
     )
 
 
+def abstract(tree: PyTree, dtype: Any = None) -> PyTree:
+    """Return the shapes and dtypes of `copy`'s result."""
+    dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            jnp.shape(leaf), dtype or jnp.result_type(leaf)
+        ),
+        tree,
+    )
+
+
 def kinds(tree: PyTree) -> Any:
     """Return the structure, shapes and dtypes of a tree, to compare it with others."""
     leaves, treedef = jax.tree.flatten(tree)

@@ -17,7 +17,6 @@ import functools
 import logging
 import math
 import threading
-import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -29,11 +28,12 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Notice, Notices, check, combinations, in_background
+from agn_optax._internal import Notice, Notices, check, combinations
 from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._links import Links
 from agn_optax.center._protocol import Session
+from agn_optax.center._runtime import Runtime
 from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState, Store, Version, log_version
 from agn_optax.center._submission import Answer, Snapshot, Submission
@@ -94,9 +94,17 @@ class Core:
       keeper: saves the center on disk; None without a durability.
       notices: what goes wrong now.
       links: the rates of workers over a network; only a server knows them.
+      clock: returns the time of this center, s.
     """
 
-    def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
+    def __init__(
+        self,
+        settings: CenterSettings,
+        *,
+        flatten: bool = False,
+        runtime: Runtime = Runtime(),  # noqa: B008 it is immutable
+    ) -> None:
+        self._runtime, self.clock = runtime, runtime.clock
         rule = self.rule = settings.rule
         self.center_id = uuid.uuid4().hex
         self.ledger = settings.make_ledger()
@@ -117,7 +125,7 @@ class Core:
         self._device = settings.find_device()
         self._flatten = flatten
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = runtime.condition(self._lock)
         self._store: Store | None = None
         self._messages: dict[str, _WaitingMessage] = {}  # of the waiting workers
         self._answers: dict[str, KeptAnswer] = {}  # not yet acknowledged, by worker
@@ -131,7 +139,7 @@ class Core:
         self._chief: str | None = None
         self.keeper: Keeper | None = None
         if settings.durability is not None:
-            self.keeper = Keeper(settings.durability, rule, self._changed)
+            self.keeper = Keeper(settings.durability, rule, self._changed, runtime)
         params = settings.params
         try:
             if self.keeper is not None:
@@ -280,7 +288,7 @@ class Core:
                     self.rule, params, self._dtype, self._device, flatten=self._flatten
                 )
                 self._set_store(store, worker)
-                self.ledger.begin(time.monotonic())
+                self.ledger.begin(self.clock())
             self._chief = worker
             return self.store.current.number
 
@@ -364,7 +372,7 @@ class Core:
             self.check_open()
             if params is not None and self._store is not None:
                 check.same_tree(params, self._store.like, "params", "center")
-            now = time.monotonic()
+            now = self.clock()
             connection = self.ledger.join(worker, session_id, now, **join_arguments)
             if connection == 1:  # a new session does not get an earlier one's error
                 self._failures.pop(worker, None)
@@ -379,7 +387,7 @@ class Core:
     def heartbeat(self, sessions: Iterable[tuple[str, str]]) -> list[str]:
         """Record heartbeats of sessions, and return the workers that are registered."""
         with self._changed:
-            now = time.monotonic()
+            now = self.clock()
             registered = [
                 worker
                 for worker, session_id in sessions
@@ -419,7 +427,7 @@ class Core:
             )
             if self.ledger.rejections.limits.measures:
                 norm = np.float32(norm)  # waits for the device
-        done = threading.Condition(self._lock)
+        done = self._runtime.condition(self._lock)
         return _WaitingMessage(submission, norm, sample, reported, done)
 
     def _repeated_answer(self, worker: str, member: Member) -> KeptAnswer:
@@ -444,10 +452,8 @@ class Core:
     def _apply_due(self) -> None:
         """Apply the messages that are due, and release what ended sessions needed."""
         if not self._ended:
-            self.ledger.expire(time.monotonic())
-        while (
-            not self._ended and (batch := self.ledger.due(time.monotonic())) is not None
-        ):
+            self.ledger.expire(self.clock())
+        while not self._ended and (batch := self.ledger.due(self.clock())) is not None:
             self._release_ended("expired")  # an end may be why the batch is due
             self._settle(batch)
         self._release_ended("expired")
@@ -485,7 +491,7 @@ class Core:
     ) -> None:
         """Store the answers to messages that were applied, dropped or rejected."""
         store = self.store
-        self.ledger.settle(batch, time.monotonic())
+        self.ledger.settle(batch, self.clock())
         to_apply, current = batch.indices_to_apply, store.current
         workers = [entry.worker for entry in batch.entries]
         recorded = self._record_batch(batch, messages)
@@ -551,7 +557,7 @@ class Core:
         Args:
           if_due: only if the last look was at least `LOOK_INTERVAL` ago.
         """
-        now = time.monotonic()
+        now = self.clock()
         if if_due and now < self._next_look:
             return
         self._next_look = now + LOOK_INTERVAL
@@ -607,7 +613,9 @@ class Core:
             # Not here, where the lock is held: a large center takes seconds.
             copied = functools.partial(store.unpacked, store.copy())
             log = functools.partial(log_version, "the center starts", copied)
-            self._logging = in_background(log, "agn-optax hash", unread=True)
+            self._logging = self._runtime.in_background(
+                log, "agn-optax hash", unread=True
+            )
         self._changed.notify_all()
 
     def _image(self) -> Image:
@@ -743,7 +751,7 @@ class LocalSession(Session):
         with core.atomically():
             core.check_open()
             if core.ledger.submit(
-                self.worker, self.session_id, submission, time.monotonic(), norm
+                self.worker, self.session_id, submission, core.clock(), norm
             ):
                 core._messages.setdefault(self.worker, message)
                 core._release(self.worker)
@@ -769,7 +777,7 @@ class LocalSession(Session):
         `wait_until_kept` before the worker gets the answer, or its last part.
         """
         core, worker = self._core, self.worker
-        end = math.inf if timeout is None else time.monotonic() + timeout
+        end = math.inf if timeout is None else core.clock() + timeout
         with core.atomically():
             while True:
                 member = core.ledger.member(worker, self.session_id)
@@ -785,7 +793,7 @@ class LocalSession(Session):
                         f"{sequence}, but its last one was {member.sequence}"
                     )
                 core.check_open()
-                now = time.monotonic()
+                now = core.clock()
                 if now >= end:
                     return None
                 deadline = core.ledger.deadline() or math.inf
@@ -848,7 +856,7 @@ class LocalSession(Session):
         """Report a broken connection: see `Session.disconnect`."""
         core = self._core
         with core.atomically():
-            now = time.monotonic()
+            now = core.clock()
             core.ledger.disconnect(self.worker, self.session_id, self.connection, now)
             core._apply_due()
 

@@ -103,10 +103,10 @@ class Packed(NamedTuple):
 
 def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     """Return a layout for ``params`` if ``rule`` computes the same in it; else None."""
-    tree = jax.eval_shape(lambda: params)
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(params)
     if len(leaves) < 2 or len({leaf.dtype for leaf in leaves}) > 1:
         return None
+    tree = jax.eval_shape(lambda: params)
     packing = Packing(tree)
     # Contributions are flattened, too: the codec must keep one array per leaf.
     sent: Any = jax.tree.structure(contribution_like(rule, tree))

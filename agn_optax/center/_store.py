@@ -101,7 +101,7 @@ class Store:
     ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
-        self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
+        self.like = trees.abstract(params, dtype)
         self.contribution_like = rounds.contribution_like(rule, self.like)
         largest = [float(jnp.finfo(x.dtype).max) for x in jax.tree.leaves(self.like)]
         self.max_norm = min([MAX_NORM, *largest])

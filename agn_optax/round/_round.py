@@ -282,12 +282,22 @@ def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTr
       params: a worker's parameters, or a tree with their shapes and dtypes; None if
         they have the center's dtypes.
     """
+    send, _ = _traced(rule)
+    return jax.eval_shape(send, center, center if params is None else params)
+
+
+@functools.lru_cache(maxsize=32)
+def _traced(rule: Rule) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
+    """Return functions that JAX traces once for each kind of arguments.
+
+    They make a first contribution, and the center optimizer's first state.
+    """
 
     def send(center: PyTree, params: PyTree) -> PyTree:
         state = init_local(rule, optax.identity(), params, None)
         return contribute(rule, state, params, center)[0]
 
-    return jax.eval_shape(send, center, center if params is None else params)
+    return jax.jit(send), jax.jit(functools.partial(init_center_state, rule))
 
 
 def exchange_bytes(
@@ -496,7 +506,8 @@ def restore_residual(rule: Rule, contribution: PyTree, codec_state: PyTree) -> P
 
 def center_state_like(rule: Rule, center: PyTree) -> PyTree:
     """Return the shapes and dtypes of a center optimizer's first state."""
-    return jax.eval_shape(functools.partial(init_center_state, rule), center)
+    _, init = _traced(rule)
+    return jax.eval_shape(init, center)
 
 
 def map_center_state(

@@ -8,14 +8,13 @@ and a random part of the rest, and opened.
 import contextlib
 import functools
 import itertools
-import os
-import pathlib
 import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import sessions, shared, tuning
+from helpers.disks import Calls, Disk, put
 
 from agn_optax.center import Journal, LocalCenter
 from agn_optax.center.durability import Keeper
@@ -24,147 +23,26 @@ from agn_optax.center.durability._directory import Files
 pytestmark = pytest.mark.slow
 
 RULE = shared.downpour()
-SECTOR = 512  # bytes that a disk writes atomically
 
 
-class Recording:
+class Recording(Calls):
     """A recording of all changes to files and directories, in order."""
 
     def __init__(self):
+        super().__init__()
         self.events = []
         self._lock = threading.RLock()
-        self._files = {}  # paths of open files
 
-    def recorded(self, name, note):
-        """Wrap a function of ``os``; ``note`` returns the events of a call."""
-        real = getattr(os, name)
-
-        def call(*args, **kwargs):
-            with self._lock:
-                result = real(*args, **kwargs)
-                self.events += note(result, *args)
-            return result
-
-        return call
-
-    def patch(self, patch):
-        at = self._files.get
-        for name, note in {
-            "open": self._opened,
-            "close": lambda _, file: self._files.pop(file, None) and [],
-            "pwrite": lambda n, f, data, to: [("write", at(f), to, bytes(data[:n]))],
-            "pwritev": lambda n, f, data, to: [
-                ("write", at(f), to, b"".join(data)[:n])
-            ],
-            "posix_fallocate": lambda _, f, to, n: [("extend", at(f), to + n)],
-            "ftruncate": lambda _, f, n: [("extend", at(f), n)],
-            "fsync": lambda _, f: [("sync", at(f))],
-            "fdatasync": lambda _, f: [("sync", at(f))],
-            "rename": lambda _, old, new: [("rename", str(old), str(new))],
-            "unlink": lambda _, path: [("unlink", str(path))],
-            "mkdir": lambda _, path, mode=0: [("make", str(path), True)],
-        }.items():
-            patch.setattr(os, name, self.recorded(name, note))
-        tuning.set_journal_sync(patch, lambda file, sync: os.fdatasync(file))
-
-    def _opened(self, file, path, flags, *mode):
-        self._files[file] = str(path)
-        made = [("make", str(path), False)] if flags & os.O_CREAT else []
-        return made + ([("empty", str(path))] if flags & os.O_TRUNC else [])
+    def make(self, name, real, note, args, kwargs):
+        with self._lock:
+            result = real(*args, **kwargs)
+            self.events += note(result, *args)
+        return result
 
     def client_knows(self, what):
         """Record that a client knows this from now on."""
         with self._lock:
             self.events.append(("known", what))
-
-
-class Disk:
-    """The state of a disk; ``root`` and its contents exist from the start."""
-
-    def __init__(self, root):
-        self.root = str(root)
-        self._names = {}  # names as the system shows them: path to number
-        self._kept = {}  # names on the disk
-        self._changes = []  # changes of names that may be lost (None: removed)
-        self._files = []  # by number: bytes on the disk, None for a directory
-        self._writes = []  # by number: writes that may be lost
-        for path in sorted(pathlib.Path(root).rglob("*")):
-            self._kept[str(path)] = self._names[str(path)] = len(self._files)
-            data = None if path.is_dir() else bytearray(path.read_bytes())
-            self._files.append(data)
-            self._writes.append([])
-
-    def do(self, kind, path, *what):
-        if path is None or not path.startswith(self.root):
-            pass  # other files of this process
-        elif kind == "make" and path not in self._names:
-            self._name(path, len(self._files))
-            self._files.append(None if what[0] else bytearray())
-            self._writes.append([])
-        elif kind == "rename":
-            self._name(what[0], self._names[path])
-            self._name(path, None)
-        elif kind == "unlink":
-            self._name(path, None)
-        elif kind == "sync" and self._is_directory(path):
-            inside = [
-                str(pathlib.Path(name).parent) == path for name, _ in self._changes
-            ]
-            self._kept.update(itertools.compress(self._changes, inside))
-            outside = [not each for each in inside]
-            self._changes = list(itertools.compress(self._changes, outside))
-        elif kind == "sync":
-            number = self._names[path]
-            self._files[number] = self._contents(number, lambda: True)
-            self._writes[number] = []
-        elif kind in ("write", "extend", "empty"):
-            self._writes[self._names[path]].append((kind, *what))
-
-    def _is_directory(self, path):
-        return path == self.root or self._files[self._names[path]] is None
-
-    def _name(self, path, number):
-        self._changes.append((path, number))
-        if number is None:
-            self._names.pop(path, None)
-        else:
-            self._names[path] = number
-
-    def after_a_cut(self, written):
-        """Return paths and bytes of all files; ``written()`` decides on each change."""
-        names = dict(self._kept)
-        for path, number in self._changes:
-            if written():
-                names[path] = number
-        return {
-            path: self._contents(number, written)
-            for path, number in names.items()
-            if number is not None
-            and self._files[number] is not None
-            and all(
-                names.get(str(each)) is not None
-                for each in pathlib.Path(path).parents
-                if str(each).startswith(self.root + os.sep)
-            )
-        }
-
-    def _contents(self, number, written):
-        data = bytearray(self._files[number])
-        for kind, *what in self._writes[number]:
-            if kind == "empty" and written():
-                data = bytearray()
-            elif kind == "extend" and written():
-                data.extend(bytes(max(0, what[0] - len(data))))
-            elif kind == "write":
-                begin, new = what
-                while new:
-                    size = SECTOR - begin % SECTOR
-                    part, new = new[:size], new[size:]
-                    if written():
-                        data.extend(bytes(max(0, begin + len(part) - len(data))))
-                        data[begin : begin + len(part)] = part
-                    begin += len(part)
-        return data
 
 
 def cuts(tape, disk, known=None):
@@ -186,14 +64,6 @@ def cuts(tape, disk, known=None):
 
 def _is_written(dice, share):
     return dice.random() < share
-
-
-def put(files, root, copy):
-    """Copy files from below ``root`` to below ``copy``."""
-    for path, data in files.items():
-        to = copy / pathlib.Path(path).relative_to(root)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_bytes(data)
 
 
 def run(durability, root, patch):

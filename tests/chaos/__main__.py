@@ -3,7 +3,9 @@
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import subprocess
 import sys
 import time
 
@@ -23,6 +25,12 @@ def main():
         help="seconds in which survivors must go on: more on a machine that is busy",
     )
     parser.add_argument(
+        "--simulated",
+        type=float,
+        default=60.0,
+        help="seconds of simulated faults beside the scenarios: see make faults",
+    )
+    parser.add_argument(
         "--growth", type=int, help="instead, so many exchanges of one scenario"
     )
     options = parser.parse_args()
@@ -35,6 +43,7 @@ def main():
     seeds = range(options.seed, options.seed + options.count)
     begin = time.monotonic()
     with (
+        _simulated(options.simulated) as simulated,
         ProcessPool(4 * options.jobs, 1 + options.jobs) as spares,
         concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
     ):
@@ -46,6 +55,7 @@ def main():
         for outcome in pool.map(lambda each: runner.run(each, spares), drawn):
             outcomes.append(outcome)
             _print(outcome)
+        is_simulation_broken = simulated.wait()
     broken = [each.scenario.seed for each in outcomes if each.broken]
     kinds = collections.Counter(
         fault.kind for each in outcomes for fault in each.scenario.faults
@@ -59,7 +69,18 @@ def main():
         f"{max(each.recovered for each in outcomes):.1f} s at most; "
         f"broken: {broken or 'none'}"
     )
-    return bool(broken)
+    return bool(broken or is_simulation_broken)
+
+
+@contextlib.contextmanager
+def _simulated(seconds):
+    """Run simulated faults in another process, which ends with the context."""
+    command = [sys.executable, "-B", "-m", "faults", "--seconds", f"{seconds}"]
+    with subprocess.Popen(command) as process:  # noqa: S603 our own
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _print(outcome):

@@ -6,7 +6,8 @@ Tests use a public setting instead where there is one.
 import time
 import types
 
-from agn_optax.center import _core
+from agn_optax.center._core import Core
+from agn_optax.center._runtime import Runtime
 from agn_optax.center.durability import _directory, _keeper, _writer
 from agn_optax.ops.watch import _page
 from agn_optax.round.placements import _host
@@ -21,9 +22,8 @@ from helpers.waiting import wait_until
 
 def set_center_clock(monkeypatch, monotonic):
     """Have centers call ``monotonic()``."""
-    clock = types.SimpleNamespace(monotonic=monotonic, time=time.time)
-    for module in (_core, _keeper):
-        monkeypatch.setattr(module, "time", clock)
+    defaults = Core.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "runtime", Runtime(clock=monotonic))
 
 
 class ConnectionClock:
@@ -132,3 +132,23 @@ def set_page_connections(monkeypatch, most):
 def set_host_support(monkeypatch, *, is_there):
     """Set the result of the check whether JAX keeps program outputs in host memory."""
     monkeypatch.setattr(_host, "_stays_on_host", lambda: is_there)
+
+
+def is_journal_idle(core):
+    """Return whether nothing waits to be written to a center's journal."""
+    writer = core.keeper._writer
+    return writer is None or writer.is_idle
+
+
+def write_journal(core):
+    """Write what waits for it, as the journal's thread does."""
+    try:
+        core.keeper._writer.write_next()
+    except OSError as error:
+        core.keeper._fail(error)
+
+
+def is_snapshot_due(core):
+    """Return whether a snapshot would replace a center's journal."""
+    keeper = core.keeper
+    return not keeper.failure and keeper._writer is not None and keeper._is_due

@@ -366,6 +366,7 @@ class Directory(Files):
         """
         self.check_paths()
         path = self.file("journal", number)
+        is_new = not path.exists()  # else an earlier process has written no record
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             size = reserve(file, 0, 0)
@@ -373,9 +374,20 @@ class Directory(Files):
             os.fsync(self._folder)
         except BaseException:
             os.close(file)
-            path.unlink(missing_ok=True)
+            if is_new:
+                path.unlink(missing_ok=True)
             raise
         return file, size
+
+    def sync_newest(self) -> None:
+        """Sync the newest journal, which a process that was killed may not have synced.
+
+        Raises:
+          OSError: the journal could not be synced.
+        """
+        for number in self.numbers("journal")[-1:]:
+            with open_file(self.file("journal", number), os.O_RDWR) as file:
+                os.fsync(file)
 
     def remove_old(self, journals: int) -> None:
         """Remove journals that begin before a record, and older snapshots."""

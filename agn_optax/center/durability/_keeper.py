@@ -18,8 +18,9 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check, keep_running
+from agn_optax._internal import check
 from agn_optax.center._ledger import Ledger
+from agn_optax.center._runtime import Runtime
 from agn_optax.center._store import CenterState, Store, log_version
 from agn_optax.center.durability._chain import Digests, Witness, read_witness
 from agn_optax.center.durability._directory import Directory
@@ -120,6 +121,7 @@ class Keeper:
       rule: the rule of the center.
       changed: the condition around the center's lock. Callers of `begin` and `record`
         hold it, and notify it afterwards. The keeper notifies it of written records.
+      runtime: the clock and the threads of the center.
 
     Attributes:
       center_id: the center id: that of the center on disk if no update is lost, or a
@@ -135,7 +137,11 @@ class Keeper:
     """
 
     def __init__(
-        self, journal: Journal, rule: Rule, changed: threading.Condition
+        self,
+        journal: Journal,
+        rule: Rule,
+        changed: threading.Condition,
+        runtime: Runtime = Runtime(),  # noqa: B008 it is immutable
     ) -> None:
         check.instance(journal, Journal, "durability must be Journal(...) or None")
         self.center_id = uuid.uuid4().hex
@@ -148,6 +154,7 @@ class Keeper:
         self._failed_snapshots = 0  # in a row
         self._directory = Directory(journal.directory)
         self._changed = changed
+        self._runtime, self._clock = runtime, runtime.clock
         self._image: Callable[[], Image]
         self._rule = rule
         self._writer: Writer | None = None
@@ -199,7 +206,7 @@ class Keeper:
             )
         saved = state_in(snapshot, self._rule, params, dtype, where)
         store = Store.restore(self._rule, saved, device, flatten=flatten)
-        now = time.monotonic()
+        now = self._clock()
         states = [snapshot.about["ledger"]]
         self._number, self._digest = snapshot.number, snapshot.parent
         self._parent = snapshot.about.get("parent")
@@ -253,8 +260,10 @@ class Keeper:
             # The guarantee in the lock holds if the process is killed in between.
             with disk_errors(f"cannot write to {self._directory.path}"):
                 if not self.restore_message:  # there was no center
-                    self._began = time.monotonic()
+                    self._began = self._clock()
                     self._directory.write_lock("new", number)
+                if self._journal.keep:  # the tape goes on after its last records
+                    self._directory.sync_newest()
                 if self._saved != (number, self.center_id):
                     self._save(number, image(), self._digest)
                 self._written = number
@@ -264,6 +273,7 @@ class Keeper:
                     self._digest,
                     self._set_written,
                     self._fail,
+                    self._runtime,
                 )
                 self._directory.write_lock("journal", number)
                 if not self._journal.keep:  # else it may take long
@@ -277,7 +287,9 @@ class Keeper:
         self._attempted = self._begun = number
         about = {"center_id": self.center_id, "stack": stack(), "began": time.time()}
         self._noted["process"] = about
-        self._saver = keep_running(self._save_when_due, "agn-optax snapshots")
+        self._saver = self._runtime.keep_running(
+            self._save_when_due, "agn-optax snapshots"
+        )
 
     def record(
         self,
@@ -302,7 +314,7 @@ class Keeper:
         self._number += 1
         noted = {name: value for name, value in self._noted.items() if value}
         self._noted = {"snapshots": []}
-        now = self.seconds(time.monotonic())
+        now = self.seconds(self._clock())
         head = {"kind": kind, "time": now}
         self._writer.append({**head, **about, **noted, "ledger": ledger}, contents)
         return self.recorded
@@ -506,7 +518,7 @@ class Keeper:
             state,
             self._rule,
             center_id=self.center_id,
-            time=self.seconds(time.monotonic()),
+            time=self.seconds(self._clock()),
             keep=self._journal.keep,
             ledger=ledger,
             chief=chief,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from agn_optax._internal import in_background
+from agn_optax.center._runtime import Runtime
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
 
@@ -36,6 +36,7 @@ class Writer:
         those since the last call, each time that the number grows, and when a request
         for a new file has been handled.
       on_failed: called with the exception after which nothing more is written.
+      runtime: has the thread.
 
     Attributes:
       begin: number of the first record of the current file.
@@ -63,6 +64,7 @@ class Writer:
         digest: bytes,
         on_written: Callable[[int, list[bytes]], None],
         on_failed: Callable[[Exception], None],
+        runtime: Runtime,
     ) -> None:
         self._directory = directory
         self._number = number
@@ -77,7 +79,9 @@ class Writer:
         self.is_switching = False
         self.full: tuple[int, int] | None = None
         self._begin_file()
-        self._ended = in_background(self._run, "agn-optax journal", lasting=True)
+        self._ended = runtime.in_background(
+            self._run, "agn-optax journal", lasting=True
+        )
 
     @property
     def size(self) -> int:
@@ -107,20 +111,26 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            while self._write_next():
+            while self.write_next():
                 pass
         except Exception as error:  # of any kind, or workers would wait forever
             self._on_failed(error)
         finally:
             os.close(self._file)
 
-    def _write_next(self) -> bool:
-        """Write the queued records; return False at the end.
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing is queued, so that `write_next` would wait."""
+        return self._queue.empty()
 
-        It refers to no arrays while it waits for records.
+    def write_next(self) -> bool:
+        """Write the queued records, of which there may be none yet; False at the end.
+
+        The thread calls this again and again. It refers to no arrays while it waits for
+        records.
         """
         batch = [self._queue.get()]
-        while not self._queue.empty():
+        while not self.is_idle:
             batch.append(self._queue.get())
         pieces: list[memoryview] = []
         end = self.end
