@@ -424,7 +424,8 @@ def run_as_printed(block, scope):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_code_in_readme_and_docs_runs_as_printed(block):
+def test_code_in_readme_and_docs_runs_as_printed(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     run_as_printed(block, {})
 
 
