@@ -51,7 +51,6 @@ class Server:
         self.core = None
         self.folder = folder
         self.process = 0
-        self.faults = 0  # number of ends of processes that the scenario has caused
         scenario = self._scenario = run.scenario
         self._run, self._loop, self._disk = run, run.loop, run.disk
         self._settings = CenterSettings(
@@ -69,7 +68,7 @@ class Server:
         self._links = []
         self._woken = []
         self._saving = self._flush_planned = False
-        self._turns = 0
+        self._savers = 0  # calls in progress that save a snapshot
 
     # The process.
 
@@ -107,7 +106,6 @@ class Server:
     def end(self, *, power):
         """End the process at once; with it the power may fail."""
         self.core = None
-        self.faults += 1
         self._disk.end_process()
         if power:
             share = self._dice.choice((0.0, 0.3, 0.7, 1.0))
@@ -189,18 +187,18 @@ class Server:
             tuning.write_journal(self.core)
 
     def _save_snapshot(self):
-        self._turns += 1
+        self._savers += 1
         try:
             self._save()
         except (Blocked, OSError):  # it is called again for another snapshot
             pass
         finally:
-            self._turns -= 1
+            self._savers -= 1
             self._saving = False
 
     def _let_writer(self):
         # A thread that saves a snapshot waits in the middle of it.
-        if self._turns and not tuning.is_journal_idle(self.core):
+        if self._savers and not tuning.is_journal_idle(self.core):
             tuning.write_journal(self.core)
             return True
         return False
