@@ -142,7 +142,7 @@ class ProcessesCenter:
             "center": self._center.current_ids(),
             "fragments of the center": repr(getattr(self._center, "fragments", None)),
             "worker": worker,
-            "session": resume_token,
+            "session": _ids(resume_token),
             # Not the tree's structure: its text may have addresses of functions.
             "model": _summary(trees.describe(params).leaves),
             "shardings": _summary([str(s.spec) for s in self._shardings.of_leaves]),
@@ -405,6 +405,13 @@ def _on_device(tree: PyTree, device: Any, encoded: bool) -> PyTree:
         return np.asarray(data)[0] if encoded else data
 
     return jax.tree.map(piece, tree)
+
+
+def _ids(token: Any) -> Any:
+    """Return a resume token without its witnesses: each process has seen its own."""
+    if not token:
+        return token
+    return [_ids(shard) for shard in token] if isinstance(token[0], list) else token[:2]
 
 
 def _check_equal(worker: str, everyone: Sequence[Mapping[str, Any]]) -> None:
