@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 
 import centers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers.network import Network
@@ -122,20 +121,20 @@ _worker: dict[str, Any] = {}  # in the process of a worker
 
 
 def join(address: str, name: str, size: int, step: float) -> None:
-    """Start a worker, and make its first rounds."""
+    """Make a worker, and its first rounds, which compile."""
     center = centers.connect(address, "socket")
     worker = agn_optax.Worker(center, optax.sgd(1e-6), period=PERIOD, name=name)
-    params, state = worker.start()
-    ones = jax.tree.map(jnp.ones_like, params)
+    ones = centers.tree(size, value=1.0)
 
     @jax.jit
     def update(params: Any, state: Any) -> Any:
         updates, state = worker.tx.update(ones, state, params)
         return optax.apply_updates(params, updates), state
 
-    _worker.update(worker=worker, update=update, loop=(params, state), step=step)
-    _worker["center"] = center
+    _worker.update(center=center, worker=worker, update=update, step=step, ones=ones)
+    _worker["loop"] = worker.start()
     rounds(WARM_UP, step)
+    worker.leave()  # so that no other worker waits for it
 
 
 def rounds(count: int | None, step: float, end: float = 0.0) -> Rounds:
@@ -162,22 +161,19 @@ def rounds(count: int | None, step: float, end: float = 0.0) -> Rounds:
 
 
 def work(seconds: float, start: float = 0.0) -> Rounds:
-    """Make rounds for a while, from a time on."""
+    """Make rounds in a session of a while, which begins at a time."""
+    worker = _worker["worker"]
+    _worker["loop"] = worker.start()
     time.sleep(max(0.0, start - time.monotonic()))
-    return rounds(None, _worker["step"], (start or time.monotonic()) + seconds)
-
-
-def calibrate() -> Rounds:
-    """Make rounds for a while, and flush, so that the next round begins in full."""
-    found = work(CALIBRATION)
-    _worker["loop"] = _worker["worker"].flush(*_worker["loop"])
+    found = rounds(None, _worker["step"], (start or time.monotonic()) + seconds)
+    worker.leave()
     return found
 
 
 def exchange_for(seconds: float) -> int:
     """Exchange without steps; return how often."""
     session = _worker["center"].join(f"{_worker['worker'].name}-bare")
-    small = jax.tree.map(lambda x: jnp.full_like(x, 1e-5), _worker["loop"][0])
+    small = jax.tree.map(lambda x: 1e-5 * x, _worker["ones"])
     end, done = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         done += 1
@@ -187,9 +183,8 @@ def exchange_for(seconds: float) -> int:
     return done
 
 
-def leave() -> None:
-    """Leave the center."""
-    _worker["worker"].leave()
+def hang_up() -> None:
+    """Close the connection."""
     _worker["center"].close()
 
 
@@ -343,23 +338,23 @@ class Simulate(
                 each.result()
 
         start(center.call(serve, case._replace(mode=None, shared=None)))
-        alone = float(np.median(crew[0].call(calibrate).waited))
+        alone = float(np.median(crew[0].call(work, CALIBRATION).waited))
         together = sum(all_of(exchange_for, CALIBRATION)) / CALIBRATION
         paced = alone
         if case.bandwidth is not None:
             for process in (center, *crew):
                 process.call(pace, case.bandwidth)
-            paced = float(np.median(crew[0].call(calibrate).waited))
+            paced = float(np.median(crew[0].call(work, CALIBRATION).waited))
             for process in (center, *crew):
                 process.call(pace, centers.LOOPBACK)
-        all_of(leave)
+        all_of(hang_up)
         center.call(close)
         start(center.call(serve, case))
         if case.bandwidth is not None:
             for process in (center, *crew):
                 process.call(pace, case.bandwidth)
-        found = all_of(work, self.window, time.monotonic() + 0.2)
-        all_of(leave)
+        found = all_of(work, self.window, time.monotonic() + 0.5)
+        all_of(hang_up)
         center.call(close)
         self.stack.close()
         return Calibration(alone, paced, together), found
