@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import centers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers.network import Network
