@@ -99,11 +99,12 @@ class Traces:
                 at = np.searchsorted(self.seconds, self.evaluation_seconds)
                 axis.plot(x[at], self.evaluations, label="evaluated center")
             axis.set(xlabel=label, ylabel="loss")
+            axis.locator_params(axis="x", nbins=5)
         axes[0, 0].legend()
         stale, waiting = axes[1, 0], axes[1, 1]
         stale.hist(self.staleness, bins=min(50, int(self.staleness.max()) + 1))
         stale.set(xlabel="staleness, versions", ylabel="messages")
-        waiting.hist(100 * (1 - self.schedule.utilization), bins=30)
+        waiting.hist(100 * (1 - self.schedule.utilization), bins=50, range=(0, 100))
         waiting.set(xlabel="% of its time without local steps", ylabel="workers")
         axes[1, 2].set_axis_off()
         axes[1, 2].text(0, 0.5, self._text(), va="center", family="monospace")
