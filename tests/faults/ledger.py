@@ -154,7 +154,9 @@ class Ledger:
     def cannot_resume(self, life, error):
         """Check that a session that cannot be resumed was replaced by another one."""
         newest, rank = self._newest[life.worker.name], self._ranks[life.session_id]
-        check(newest > rank, "session %s is lost: %s", life.session_id, error)
+        is_known = rank == self._settled.get(life.worker.name)  # it has had an answer
+        is_lost = is_known and newest <= rank
+        check(not is_lost, "session %s is lost: %s", life.session_id, error)
 
     def adopted(self, message, answer, x, *, in_flight):
         """Return a worker's parameters after an answer."""

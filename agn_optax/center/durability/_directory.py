@@ -467,8 +467,12 @@ def _make_synced(path: pathlib.Path) -> None:
     if not path.is_dir():
         _make_synced(path.parent)
         path.mkdir(exist_ok=True)
-        with open_file(path.parent, os.O_RDONLY) as parent:
-            os.fsync(parent)
+    # A process that was killed may have made the directory without syncing it.
+    with (
+        contextlib.suppress(PermissionError),
+        open_file(path.parent, os.O_RDONLY) as parent,
+    ):
+        os.fsync(parent)
 
 
 def _check_path(file: int, path: pathlib.Path) -> None:
