@@ -479,6 +479,8 @@ class Keeper:
                 image = self._image()
                 self._changed.wait_for(lambda: not writer.is_switching or self.failure)
                 begin = writer.begin
+                if self.failure:  # the digest before the snapshot is not known
+                    return
             self._save(number, image, writer.before)
             self._remove_old(begin, writer.full)
         except Exception as error:
