@@ -148,7 +148,7 @@ class Schedule:
 
     @property
     def staleness_histogram(self) -> np.ndarray:
-        """The number of applied messages of each staleness: 0, 1, 2, ..."""
+        """The number of applied messages by their staleness, from 0 on."""
         return np.bincount(self.staleness[self.outcome == Outcome.APPLIED])
 
     @property
