@@ -582,6 +582,8 @@ class Ledger:
             self._set_speeds(member, tuple(member.speeds))
             member.totals = Totals(*member.totals)
             self._ended.pop(name, None)
+            if (before := self._registered.get(name)) is not None:
+                self._forget(before)  # a state of several has each worker again
             self._register(name, member)
             self.disconnect(name, member.session_id, member.connection, now)
             if saved["has_ended"] or is_new_id:

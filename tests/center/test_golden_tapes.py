@@ -1,6 +1,7 @@
 """Golden tapes, made by tests/tapes/make.py: later releases read and replay them."""
 
 import json
+import os
 import pathlib
 import re
 import runpy
@@ -37,6 +38,7 @@ def test_golden_tape_is_replayed_within_rounding(name):
 def test_golden_tapes_are_replayed_bit_for_bit_on_their_stack():
     arguments, environment = python(TAPES / "replay.py")
     del environment["XLA_FLAGS"]
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the tests' helpers
     made = {"env": environment, "stdout": subprocess.PIPE, "timeout": LIMIT}
     replayed = subprocess.run(arguments, check=True, **made)  # noqa: S603 our own program
     others = []

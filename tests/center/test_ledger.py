@@ -787,6 +787,20 @@ def test_late_message_does_not_start_the_grace_time():
     assert ledger.deadline() == 7.0
 
 
+def test_worker_restored_from_several_records_counts_once_among_the_slowest():
+    bounded = BoundedStaleness(rounds=1)
+    ledger, again = make_ledger(bounded, "ab"), make_ledger(bounded)
+    again.restore(ledger.state_to_save(), 0.0)
+    for worker in "abab":
+        send(ledger, worker)
+        assert take(ledger) == worker
+        again.restore(ledger.state_to_save(worker), 0.0)
+    again.version = ledger.version
+    again.join("a", "1", 0.0, resume=True)
+    send(again, "a")
+    assert take(again) == "a"
+
+
 @pytest.mark.parametrize("how", ["whole", "of one worker"])
 def test_replaced_session_stays_replaced_after_restart(how):
     ledger = make_ledger(workers="ab")
