@@ -155,6 +155,7 @@ def test_execution_of_each_rule_is_the_run_of_real_workers(name):
     assert planned.staleness.max() > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["agn", "agn_window", "diloco", "easgd", "easgd_rho"])
 def test_execution_with_overlap_is_the_run_of_real_workers(name):
     planned = check_law(RULES[name](), overlap=True)
@@ -173,6 +174,7 @@ def test_execution_with_late_messages_is_the_run_of_real_workers():
     assert planned.weight.min() < 1
 
 
+@pytest.mark.slow
 def test_execution_with_bounded_staleness_is_the_run_of_real_workers():
     rule = agn_optax.rules.agn(
         optax.sgd(0.3), codec=codecs.error_feedback(codecs.quantize(4))
@@ -181,6 +183,7 @@ def test_execution_with_bounded_staleness_is_the_run_of_real_workers():
     assert np.any(planned.outcome == Outcome.DROPPED)
 
 
+@pytest.mark.slow
 def test_execution_with_rejections_is_the_run_of_real_workers():
     rule = agn_optax.rules.agn(
         optax.sgd(0.3), codec=codecs.error_feedback(codecs.quantize(4))
@@ -192,6 +195,7 @@ def test_execution_with_rejections_is_the_run_of_real_workers():
     assert np.sum(planned.outcome == Outcome.REJECTED) > 5
 
 
+@pytest.mark.slow
 def test_execution_with_failures_is_the_run_of_real_workers():
     cluster = Cluster(workers=3, speed=CLUSTER.speed, link=CLUSTER.link, failures=FAILS)
     planned = check_law(RULES["agn"](), cluster=cluster)

@@ -218,6 +218,7 @@ def test_text_that_is_no_witness_is_rejected(text, tmp_path):
         assert not center.workers
 
 
+@pytest.mark.slow
 def test_chain_of_a_killed_server_is_whole(tmp_path, unix_address):
     """SIGKILL in the middle of exchanges, three times; workers see nothing of it."""
     options = ["--journal-keep=contributions", "--journal-size=3000"]

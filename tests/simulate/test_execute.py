@@ -96,6 +96,7 @@ print(run(evaluate=None, seed=3).digest)
 """
 
 
+@pytest.mark.slow
 def test_seed_gives_the_same_digest_in_another_process():
     tests = str(pathlib.Path(__file__).parents[1])
     code = SAYS_DIGEST.format(path=[tests])
@@ -150,11 +151,13 @@ def test_worker_that_begins_at_a_later_version_adopts_it():
     np.testing.assert_allclose(fast.loss, exact.loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_traces_are_drawn(tmp_path):
     run(evaluate=evaluate).draw(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_progress_is_reported_to_its_end():
     fractions = []
     schedule = planned(exchanges=600)
@@ -189,6 +192,7 @@ def host_data(worker, step):
     return {"x": x, "y": np.sin(x.sum(axis=-1, keepdims=True))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_rounds_are_steps_of_gradients_averaged_over_all_workers(exact):
     schedule = simulate.schedule(
@@ -209,6 +213,7 @@ def test_rounds_are_steps_of_gradients_averaged_over_all_workers(exact):
     assert_close(found.center.params, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_overlap_of_one_worker_sends_each_step_once(exact):
     schedule = simulate.schedule(
@@ -263,6 +268,7 @@ def test_bad_arguments_are_rejected(settings, error, message):
         execute(planned(), **settings)
 
 
+@pytest.mark.slow
 def test_run_that_does_not_fit_into_memory_is_rejected():
     params = jnp.zeros(1 << 22)
     schedule = simulate.schedule(
