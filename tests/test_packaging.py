@@ -191,7 +191,7 @@ def test_every_package_that_a_layer_imports_is_in_an_extra():
         "checkpoint": ["flax"],
         "simulate": ["plot"],
         "training": ["cli"],
-        "ops": ["cli", "keys", "flax", "metrics", "kubernetes"],
+        "ops": ["cli", "keys", "flax", "metrics", "kubernetes", "plot"],
     }
     distributions = importlib.metadata.packages_distributions()
     for layer, modules in test_project.EXTRAS.items():

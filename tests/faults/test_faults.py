@@ -17,13 +17,13 @@ from agn_optax.worker import _machine
 FAULTS = {
     "a repeated message is applied again": (
         _ledger,
-        "            member.sequence = entry.submission.sequence\n",
+        "            member.sequence = message.sequence\n",
         "            pass\n",
     ),
     "an ended session leaves its message behind": (
         _ledger,
-        "        self.pending.pop(worker, None)\n        self._ended[worker]",
-        "        self._ended[worker]",
+        "        self.pending.pop(worker, None)\n        self._forget(member)\n",
+        "        self._forget(member)\n",
     ),
     "a replaced session may resume": (
         _ledger,

@@ -190,11 +190,12 @@ class Run:
         return {
             "step": int(self.position["step"]),
             "exchanges": self.worker.exchanges,
-            # The ids of centers and sessions, for all shards or fragments.
+            # The ids of centers and sessions, for all shards or fragments; not the
+            # witnesses, which have colons and change.
             "session": [
                 part
                 for part in jax.tree.leaves(self.worker.resume_token)
-                if isinstance(part, str)
+                if isinstance(part, str) and part and ":" not in part
             ],
         }
 

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 import weakref
+from concurrent.futures import Future, wait
 
 from agn_optax._internal import arguments, check, keep_running
 from agn_optax.center import LOOK_INTERVAL, LocalCenter, PackedCenter
@@ -53,6 +54,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self._stopping = threading.RLock()  # reentrant for `stop` in a signal handler
         self._is_stopping = False
         self._stopped = threading.Event()
+        self._looking: Future[None] | None = None
         atexit.register(self.stop, grace=5.0)
 
     def __repr__(self) -> str:
@@ -62,7 +64,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
     def start(self) -> None:
         """Look for what goes wrong until the server has stopped."""
-        keep_running(self._look, "agn-optax notices")
+        self._looking = keep_running(self._look, "agn-optax notices")
 
     def _look(self) -> None:
         while not self._stopped.wait(LOOK_INTERVAL):
@@ -119,6 +121,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
             listener.close(timeout=max(0.0, end + _CLOSE_TIMEOUT - time.monotonic()))
         self.center.close()  # logs the end, which takes long for a large center
         self._stopped.set()
+        if self._looking is not None:  # Python aborts if it ends within a JAX program
+            wait([self._looking], _CLOSE_TIMEOUT)
         atexit.unregister(self.stop)
 
     def __exit__(self, *exception: object) -> None:
