@@ -45,11 +45,6 @@ FAULTS = {
         "return recorded <= self._written",
         "return recorded <= self._written + 1",
     ),
-    "joins are not recorded": (
-        _core,
-        'self._record("join", worker, session=session_id, connection=connection)',
-        "pass",
-    ),
     "a restart skips the ledger of the last record": (
         _keeper,
         "        for state in states:",
