@@ -40,7 +40,7 @@ _HOPELESS = 1000
 
 
 class Outcome(enum.IntEnum):
-    """What became of a message."""
+    """The ends of a message."""
 
     APPLIED = 0
     DROPPED = 1  # too old
@@ -50,7 +50,7 @@ class Outcome(enum.IntEnum):
 
 
 class SessionEvent(enum.IntEnum):
-    """What happens to the session of a worker."""
+    """The events of a worker's session."""
 
     STARTED = 0
     FAILED = 1

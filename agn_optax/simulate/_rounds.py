@@ -30,7 +30,7 @@ _BATCH_BYTES = 1 << 28  # bytes of their workers
 
 
 class Begin(enum.Enum):
-    """How a round begins."""
+    """The ways in which a round begins."""
 
     STARTED = "the worker adopts its first center"
     APPLIED = "the worker adopts the answer to a message that was applied"

@@ -16,7 +16,7 @@ from agn_optax.simulate._schedule import Schedule
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traces:
-    """What a simulated run has computed, with an entry for each settled message.
+    """The numbers of a simulated run, with an entry for each settled message.
 
     Messages are in the order in which the center settled them.
 

@@ -20,7 +20,7 @@ PyTree = Any
 
 
 class WorkerAudit(NamedTuple):
-    """What a worker did, as the tape has it."""
+    """The exchanges of a worker on a tape."""
 
     worker: str
     sessions: int

@@ -87,7 +87,7 @@ class Tape:
             for number in history.snapshots
         }
         self.snapshots = [
-            TapeSnapshot(number, record.about["version"], self._file(number))
+            TapeSnapshot(number, record.about["version"], history.snapshot_file(number))
             for number, record in self._snapshots.items()
         ]
         newest = self._snapshots[history.snapshots[-1]].about
@@ -145,8 +145,8 @@ class Tape:
             ):
                 if recorded is not None and found.hex() != recorded:
                     raise errors.DurabilityError(
-                        f"{self._file(number)} is not the snapshot of this tape: it "
-                        f"{what} {found.hex()}, and the chain has {recorded}"
+                        f"{self._history.snapshot_file(number)} is not the snapshot of "
+                        f"this tape: it {what} {found.hex()}, and the chain has {recorded}"
                     )
         return Checked(records, kept, hashes, len(self._snapshots))
 
@@ -395,8 +395,8 @@ class Tape:
             return
         written = snapshot.about["stack"]
         words = (
-            f"the center computed here and {self._file(number)} (version "
-            f"{found.version}) differ, relatively by {apart:.1e}"
+            f"the center computed here and {self._history.snapshot_file(number)} "
+            f"(version {found.version}) differ, relatively by {apart:.1e}"
         )
         if written == stack() or not apart <= _ROUNDING:
             raise errors.DurabilityError(
@@ -405,9 +405,6 @@ class Tape:
         _log.warning(
             "%s: it was written on %s, and this is %s", words, written, stack()
         )
-
-    def _file(self, number: int) -> pathlib.Path:
-        return self.path / f"snapshot-{number:012}"
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:

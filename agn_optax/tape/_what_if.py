@@ -39,7 +39,7 @@ class Parted(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What became of a worker's messages."""
+    """The ends of a worker's messages."""
 
     applied: int = 0
     dropped: int = 0

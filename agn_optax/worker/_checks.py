@@ -142,13 +142,12 @@ class ExchangeChecks:
         if self._routes.get(transfer.address) == route:
             return
         self._routes[transfer.address] = route
-        rate = transfer.nbytes / max(transfer.seconds, _LEAST_SECONDS)
         _log.info(
             "worker %r exchanges %s: %.3g MB at %s, round trip %.2g ms",
             self._worker,
             route,
             transfer.nbytes / 1e6,
-            _shown(rate),
+            _shown(_rate(transfer)),
             1e3 * transfer.round_trip,
         )
 
@@ -163,7 +162,7 @@ class ExchangeChecks:
           The factor, and the link and its seconds for the notice.
         """
         address, seconds = transfer.address, max(transfer.seconds, _LEAST_SECONDS)
-        rate = transfer.nbytes / seconds
+        rate = _rate(transfer)
         best = self._rates.get(address, rate)
         self._rates[address] = max(rate, best)
         expected, source = transfer.expected.rate, "as given"
@@ -189,8 +188,7 @@ class ExchangeChecks:
             wanted = _wanted_route(transfer)
             before = self._other_routes.get(transfer.address, 0)
             times = self._other_routes[transfer.address] = before + 1 if wanted else 0
-            rate = transfer.nbytes / max(transfer.seconds, _LEAST_SECONDS)
-            link = f"{_route(transfer)} at {_shown(rate)}"
+            link = f"{_route(transfer)} at {_shown(_rate(transfer))}"
             found = max(found, (times, link, wanted))
         times, link, wanted = found
         self._measure("other_link", times, link=link, expected=wanted)
@@ -230,6 +228,11 @@ def _route(transfer: Transfer) -> str:
         transfer.interface, f" over interface {transfer.interface!r}"
     )
     return f"with {transfer.address} by {transfer.transport!r}{over}"
+
+
+def _rate(transfer: Transfer) -> float:
+    """Return the rate of a transfer, in bytes per second."""
+    return transfer.nbytes / max(transfer.seconds, _LEAST_SECONDS)
 
 
 def _shown(rate: float) -> str:

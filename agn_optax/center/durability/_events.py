@@ -20,7 +20,7 @@ PyTree = Any
 
 
 class Event(NamedTuple):
-    """What is recorded of an event."""
+    """The recorded part of an event."""
 
     kind: str
     about: dict[str, Any]
@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass
 class Arrival:
-    """What a center knows of a message beside its entry in the ledger."""
+    """The parts of a message that its entry in the ledger lacks."""
 
     contribution: PyTree  # as the store takes it
     norm: Any  # float scalar, perhaps on the device

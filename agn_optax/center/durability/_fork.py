@@ -14,7 +14,7 @@ from agn_optax.rules import Rule
 
 
 class Origin(NamedTuple):
-    """Where a fork begins: after a record of its parent."""
+    """The beginning of a fork: after a record of its parent."""
 
     number: int  # number of the parent's records up to it
     digest: bytes  # of the last of them; the parent's center id if there are none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import pathlib
 from collections.abc import Iterator
 
 from agn_optax import errors
@@ -101,6 +102,10 @@ class History:
     def is_kept(self, number: int) -> bool:
         """Return whether the contributions of a record that was yielded are kept."""
         return self._places[number][0].kind == "journal"
+
+    def snapshot_file(self, number: int) -> pathlib.Path:
+        """Return the path of a snapshot."""
+        return self._files.file("snapshot", number)
 
     def snapshot(self, number: int, *, with_arrays: bool = True) -> Record:
         """Return a snapshot, perhaps without its arrays.
