@@ -145,8 +145,9 @@ class Tape:
             ):
                 if recorded is not None and found.hex() != recorded:
                     raise errors.DurabilityError(
-                        f"{self._history.snapshot_file(number)} is not the snapshot of "
-                        f"this tape: it {what} {found.hex()}, and the chain has {recorded}"
+                        f"{self._history.snapshot_file(number)} is not the snapshot "
+                        f"of this tape: it {what} {found.hex()}, and the chain has "
+                        f"{recorded}"
                     )
         return Checked(records, kept, hashes, len(self._snapshots))
 
