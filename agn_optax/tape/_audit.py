@@ -100,12 +100,15 @@ def _moves(
     tape: Tape, rule: Rule, params: PyTree, progress: Callable[[int], None] | None
 ) -> dict[int, float]:
     """Return how far each record with applied messages moved the center."""
-    moves: dict[int, jax.Array] = {}
-    before = None
-    for event, state in tape.states(rule, params=params, progress=progress):
-        if event is not None:
-            moves[event.number] = _distance(before, state.params)
-        before = state.params
+    moves: dict[int, jax.Array] = {}  # read at the end: nothing waits for the device
+    before: PyTree = None
+    for event, store in tape.run(rule, None, params, progress):
+        if event is None:
+            before = store.current_params()
+        elif event.applied:
+            after = store.current_params()
+            moves[event.number] = _distance(before, after)
+            before = after
     return {number: float(moved) for number, moved in moves.items()}
 
 

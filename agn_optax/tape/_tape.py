@@ -6,8 +6,7 @@ import logging
 import math
 import os
 import pathlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -186,10 +185,10 @@ class Tape:
         """
         version = self.find(version, seconds).version
         begin = self.snapshots[0].number if whole else self._before(version)
-        states = self.states(
-            rule, [version], begin=begin, params=params, progress=progress
-        )
-        return next(state for _, state in states)
+        for _, store in self.run(rule, begin, params, progress):
+            if store.current.number == version:
+                return store.save()
+        raise errors.DurabilityError(f"{self.path} ends before version {version}")
 
     def find(self, version: int | None = None, seconds: float | None = None) -> Found:
         """Return a recorded version, by its number or time.
@@ -228,50 +227,6 @@ class Tape:
                 f"{self.path} begin, got {seconds}"
             )
         return found
-
-    def states(
-        self,
-        rule: Rule,
-        versions: Iterable[int] | None = None,
-        *,
-        begin: int | None = None,
-        params: PyTree = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> Iterator[tuple[Event | None, CenterState]]:
-        """Yield the center at several versions, with the event that made it.
-
-        Args:
-          rule: the center's rule.
-          versions: the versions; None for all.
-          begin: number of the snapshot from which the versions are computed; None for
-            the nearest one before each, or for the first one if all are wanted.
-          params: see `replay`.
-          progress: see `replay`.
-
-        Raises:
-          DurabilityError, RuleMismatchError: see `replay`.
-        """
-        if versions is None:
-            first = self.snapshots[0].number if begin is None else begin
-            for event, store in self.run(rule, first, params, progress):
-                if event is None or event.applied:
-                    yield event, store.save()
-            return
-        wanted = deque(sorted(set(versions)))
-        while wanted:
-            first = self._nearest(wanted[0]) if begin is None else begin
-            for event, store in self.run(rule, first, params, progress):
-                if store.current.number == wanted[0]:
-                    wanted.popleft()
-                    yield event, store.save()
-                    if not wanted or (
-                        begin is None and self._nearest(wanted[0]) > first
-                    ):
-                        break
-            else:
-                raise errors.InvalidArgumentError(
-                    f"{self.path} has no version {wanted[0]}"
-                )
 
     def start_of(self, version: int | None) -> int:
         """Return the number of the snapshot of a version; None for the first one.
@@ -348,15 +303,17 @@ class Tape:
     def run(
         self,
         rule: Rule,
-        begin: int,
+        begin: int | None = None,
         params: PyTree = None,
         progress: Callable[[int], None] | None = None,
     ) -> Iterator[tuple[Event | None, Store]]:
         """Yield the store of a snapshot, and again after each later event.
 
+        Nothing waits for the device.
+
         Args:
           rule: the center's rule.
-          begin: number of the snapshot.
+          begin: number of the snapshot; None for the first one.
           params: see `replay`.
           progress: see `replay`.
 
@@ -364,6 +321,7 @@ class Tape:
           DurabilityError, RuleMismatchError: see `replay`.
         """
         where = f"the tape {self.path}"
+        begin = self.snapshots[0].number if begin is None else begin
         snapshot = self._history.snapshot(begin)
         store = Store.restore(rule, state_in(snapshot, rule, params, None, where))
         yield None, store
