@@ -116,6 +116,26 @@ class Tape:
         for record in self._history.records(begin, with_arrays=with_arrays):
             yield event_of(record, self._history)
 
+    def events_with_registered(
+        self, begin: int
+    ) -> Iterator[tuple[Event, frozenset[str]]]:
+        """Yield the events from a record on, each with the workers registered before.
+
+        Args:
+          begin: number of the first record.
+
+        Raises:
+          DurabilityError: see `events`.
+        """
+        registered = frozenset[str]()
+        for event in self.events(self.begin):
+            if (snapshot := self._snapshots.get(event.number)) is not None:
+                # Sessions may have ended without records: the center has a new id.
+                registered = _with_changes(frozenset(), snapshot.about["ledger"])
+            if event.number >= begin:
+                yield event, registered
+            registered = _with_changes(registered, event.ledger)
+
     def check(self, progress: Callable[[int], None] | None = None) -> Checked:
         """Check the chain, the hashes of the contributions, and the snapshots.
 
@@ -364,6 +384,15 @@ class Tape:
         _log.warning(
             "%s: it was written on %s, and this is %s", words, written, stack()
         )
+
+
+def _with_changes(registered: frozenset[str], ledger: dict[str, Any]) -> frozenset[str]:
+    """Return the registered workers after a change of some members of a ledger."""
+    members = ledger["members"]
+    ended = {name for name, member in members.items() if member["has_ended"]}
+    if ended.isdisjoint(registered) and members.keys() - ended <= registered:
+        return registered
+    return (registered | members.keys()) - ended
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:

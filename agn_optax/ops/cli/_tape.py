@@ -184,9 +184,10 @@ def diff(
 ) -> None:
     """Show where two runs part: the first record that differs.
 
-    Says whether it differs in order (another worker came first), in content (a worker
-    sent something else) or in the answer (the center did something else with the same
-    message). Times may differ. The exit code is 1 if the runs differ.
+    Says whether it differs in order (another worker came first, or other workers were
+    registered), in content (a worker sent something else) or in the answer (the center
+    did something else with the same message). Times may differ. The exit code is 1 if
+    the runs differ.
 
     Example: agn-optax diff run again
     """
