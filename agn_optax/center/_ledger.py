@@ -327,16 +327,19 @@ class Ledger:
 
     def disconnect(
         self, worker: str, session_id: str, connection: int, now: float
-    ) -> None:
+    ) -> bool:
         """Record a broken connection; the worker has until its lease ends to return.
 
-        A connection that is not the worker's newest one is ignored.
+        Returns:
+          False if it is not the worker's newest connection, which is ignored.
         """
         member = self._session(worker, session_id)
-        if member is not None and member.connection == connection:
-            member.state = NEXT[member.state, "disconnect"]
-            member.connected = False
-            self._expire_at(member, now + self.limits.lease)
+        if member is None or member.connection != connection:
+            return False
+        member.state = NEXT[member.state, "disconnect"]
+        member.connected = False
+        self._expire_at(member, now + self.limits.lease)
+        return True
 
     def heartbeat(self, worker: str, session_id: str, now: float) -> bool:
         """Record a heartbeat; return False if the session is not registered."""

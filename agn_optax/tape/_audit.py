@@ -13,7 +13,7 @@ import optax
 
 from agn_optax._internal import trees
 from agn_optax.rules import Rule
-from agn_optax.tape._events import Event
+from agn_optax.tape._events import Event, FailedJoin
 from agn_optax.tape._tape import Checked, Tape
 
 PyTree = Any
@@ -46,6 +46,8 @@ class Audit(NamedTuple):
     seconds: float  # time of the last event, s
     kinds: dict[str, int]  # number of events by kind
     workers: list[WorkerAudit]
+    failed_joins: list[FailedJoin]
+    more_failed_joins: int  # number of those that are only counted
 
 
 def audit(
@@ -86,6 +88,8 @@ def audit(
         events[-1].time if events else 0.0,
         kinds,
         [_of_worker(name, its, moves) for name, its in sorted(by_worker.items())],
+        [failed for event in events if (failed := event.failed_join)],
+        sum(event.more_failed_joins for event in events),
     )
 
 

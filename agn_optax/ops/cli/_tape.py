@@ -168,9 +168,12 @@ def audit(
     with _progress() as progress:
         found = tape.audit(opened, made, progress=progress)
     if json:
-        workers = [worker._asdict() for worker in found.workers]
+        rows = {
+            name: [row._asdict() for row in getattr(found, name)]
+            for name in ("workers", "failed_joins")
+        }
         checked = found.checked._asdict()
-        _options.print_json({**found._asdict(), "checked": checked, "workers": workers})
+        _options.print_json({**found._asdict(), "checked": checked, **rows})
         return
     _table.console().print(
         _tape_tables.of_audit(found, path, replayed=made is not None)
