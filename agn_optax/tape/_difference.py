@@ -81,32 +81,21 @@ def diff(first: Tape, second: Tape) -> Difference | None:
     if parted == len(a) == len(b):
         return None
     ours, theirs = (run[parted] if parted < len(run) else None for run in runs)
-    events = [
-        next(tape.events(step.number)) if step else None
-        for tape, step in ((first, ours), (second, theirs))
-    ]
-    event = events[0] or events[1]
+    one = next(first.events(ours.number)) if ours else None
+    other = next(second.events(theirs.number)) if theirs else None
+    event = one or other
     assert event is not None
-    kind: Literal["order", "content", "answer", "end"] = "end"
-    only_first, only_second = frozenset[str](), frozenset[str]()
-    if ours and theirs:
-        only_first = ours.registered - theirs.registered
-        only_second = theirs.registered - ours.registered
-        order, content = (
-            function(events[0]) != function(events[1]) for function in (_order, _sent)
-        )
-        if order or only_first or only_second:
-            kind = "order"
-        else:
-            kind = "content" if content else "answer"
-    return Difference(
-        kind,
-        event.number,
-        event.version - bool(event.applied),
-        *events,
-        tuple(sorted(only_first)),
-        tuple(sorted(only_second)),
-    )
+    before = event.version - bool(event.applied)
+    if ours is None or theirs is None or one is None or other is None:
+        return Difference("end", event.number, before, one, other)
+    only_first = tuple(sorted(ours.registered - theirs.registered))
+    only_second = tuple(sorted(theirs.registered - ours.registered))
+    kind: Literal["order", "content", "answer"] = "answer"
+    if only_first or only_second or _order(one) != _order(other):
+        kind = "order"
+    elif _sent(one) != _sent(other):
+        kind = "content"
+    return Difference(kind, event.number, before, one, other, only_first, only_second)
 
 
 class _Step(NamedTuple):

@@ -26,8 +26,7 @@ from agn_optax.service.wire._submission import submission_of
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
 _MAX_NAMED = 64  # processes for which another one waits
 _MAX_NAME = 64  # characters of an interface's name
-# Bytes of an answer that transports send in one piece: no part could go before the rest.
-_SENT_AT_ONCE = 1 << 19
+_SENT_AT_ONCE = 1 << 19  # bytes of an answer that transports send in one piece
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 
 
