@@ -351,11 +351,10 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "tapes"
 
 
 @pytest.mark.parametrize("path", [p.parent for p in sorted(GOLDEN.glob("*/lock"))])
-def test_golden_tapes_are_checked_and_replayed(path):
+def test_golden_tapes_are_audited(path):
     rule = runpy.run_path(str(GOLDEN / "make.py"))["RULES"][path.name]()
     found = tape.read(path)
     assert found.check().records == found.snapshots[-1].number
-    assert found.replay(rule, whole=True).version == found.snapshots[-1].version
     kinds = tape.audit(found, rule).kinds
     assert kinds["exchange"] == found.snapshots[-1].version
 
