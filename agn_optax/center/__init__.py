@@ -54,6 +54,7 @@ from agn_optax.center.durability import History as History
 from agn_optax.center.durability import Journal
 from agn_optax.center.durability import Origin as Origin
 from agn_optax.center.durability import Record as Record
+from agn_optax.center.durability import Segment as Segment
 from agn_optax.center.durability import apply_record as apply_record
 from agn_optax.center.durability import contribution_in as contribution_in
 from agn_optax.center.durability import newest as newest

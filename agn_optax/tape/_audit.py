@@ -66,7 +66,7 @@ def audit(
         measured: the norm of the change. Messages of a round share it equally. None
         leaves that out.
       params: parameters with the containers to use, see `Tape.replay`.
-      progress: called with the number of each record, twice with a rule.
+      progress: called with the number of each record, again for each way through them.
 
     Raises:
       DurabilityError: the tape is damaged, or with a rule: a snapshot is not what the
@@ -74,7 +74,7 @@ def audit(
       RuleMismatchError: the center has another rule.
     """
     checked = tape.check(progress)
-    events = list(tape.events(tape.begin))
+    events = list(tape.events(tape.begin, progress=progress))
     moves = {} if rule is None else _moves(tape, rule, params, progress)
     kinds: dict[str, int] = {}
     by_worker: dict[str, list[Event]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from agn_optax.tape._events import Event, Message
@@ -12,7 +13,7 @@ from agn_optax.tape._tape import Tape
 
 
 class Difference(NamedTuple):
-    """Where two runs part."""
+    """The first difference of two runs."""
 
     # "start": other parameters, or another state of the center optimizer. "order":
     # other workers came first, or other workers were registered. "content": a worker
@@ -52,7 +53,9 @@ _WORDS = {
 }
 
 
-def diff(first: Tape, second: Tape) -> Difference | None:
+def diff(
+    first: Tape, second: Tape, *, progress: Callable[[int], None] | None = None
+) -> Difference | None:
     """Return the first difference of two runs; None if they are the same.
 
     Runs are the same if the same messages moved the center, were dropped or rejected,
@@ -65,6 +68,8 @@ def diff(first: Tape, second: Tape) -> Difference | None:
       first: tape of the first run.
       second: tape of the second run, or of a fork of the first one, which is compared
         from its first record on.
+      progress: called with the number of each record of the first run, then of the
+        second.
 
     Raises:
       DurabilityError: a tape is damaged.
@@ -73,7 +78,7 @@ def diff(first: Tape, second: Tape) -> Difference | None:
     starts = [tape.start_hash(begin) for tape in (first, second)]
     if None not in starts and starts[0] != starts[1]:
         return Difference("start", begin, 0, None, None)
-    runs = [_steps(tape, begin) for tape in (first, second)]
+    runs = [_steps(tape, begin, progress) for tape in (first, second)]
     (a, b), common = runs, min(map(len, runs))
     parted = bisect.bisect_left(
         range(common), True, key=lambda i: a[i].digest != b[i].digest
@@ -106,10 +111,12 @@ class _Step(NamedTuple):
     registered: frozenset[str]  # names of the registered workers
 
 
-def _steps(tape: Tape, begin: int) -> list[_Step]:
+def _steps(
+    tape: Tape, begin: int, progress: Callable[[int], None] | None
+) -> list[_Step]:
     digest, steps = b"", list[_Step]()
     before = None
-    for event, registered in tape.events_with_registered(begin):
+    for event, registered in tape.events_with_registered(begin, progress=progress):
         if event.messages:
             content = [_sent(event), _answered(event)]
             if registered != before:  # there may be thousands

@@ -24,14 +24,6 @@ _log = logging.getLogger("agn_optax")
 _ROUNDING = 1e-3
 
 
-class Segment(NamedTuple):
-    """Consecutive records in one file."""
-
-    number: int  # of the first record
-    path: pathlib.Path
-    is_kept: bool  # False if the contributions were dropped
-
-
 class Found(NamedTuple):
     """A version on a tape."""
 
@@ -50,7 +42,7 @@ class TapeSnapshot(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What `Tape.check` has read."""
+    """The result of `Tape.check`: how much it has read."""
 
     records: int
     contributions: int  # contributions that were compared with their hashes
@@ -77,10 +69,7 @@ class Tape:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         history = self._history = History(path)
         self.path = history.path
-        self.segments = [
-            Segment(each.number, each.path, each.kind == "journal")
-            for each in history.segments
-        ]
+        self.segments = history.segments
         self._snapshots = {
             number: history.snapshot(number, with_arrays=False)
             for number in history.snapshots
@@ -101,34 +90,46 @@ class Tape:
         first = [each[0].number for each in (self.segments, self.snapshots) if each]
         return min(first)
 
-    def events(self, begin: int = 0) -> Iterator[Event]:
+    def events(
+        self, begin: int = 0, *, progress: Callable[[int], None] | None = None
+    ) -> Iterator[Event]:
         """Yield the events from a record on, in their order.
 
         Args:
           begin: number of the first record.
+          progress: called with the number of each record.
 
         Raises:
           DurabilityError: a record is damaged or missing.
         """
-        return self._events(begin, with_arrays=False)
+        return self._events(begin, progress, with_arrays=False)
 
-    def _events(self, begin: int, *, with_arrays: bool) -> Iterator[Event]:
+    def _events(
+        self,
+        begin: int,
+        progress: Callable[[int], None] | None,
+        *,
+        with_arrays: bool = True,
+    ) -> Iterator[Event]:
         for record in self._history.records(begin, with_arrays=with_arrays):
+            if progress is not None:
+                progress(record.number)
             yield event_of(record, self._history)
 
     def events_with_registered(
-        self, begin: int
+        self, begin: int, *, progress: Callable[[int], None] | None = None
     ) -> Iterator[tuple[Event, frozenset[str]]]:
         """Yield the events from a record on, each with the workers registered before.
 
         Args:
           begin: number of the first record.
+          progress: called with the number of each record.
 
         Raises:
           DurabilityError: see `events`.
         """
         registered = frozenset[str]()
-        for event in self.events(self.begin):
+        for event in self.events(self.begin, progress=progress):
             if (snapshot := self._snapshots.get(event.number)) is not None:
                 # Sessions may have ended without records: the center has a new id.
                 registered = _with_changes(frozenset(), snapshot.about["ledger"])
@@ -148,14 +149,12 @@ class Tape:
         """
         kept = hashes = records = 0
         digests, saved = dict[int, str](), dict[int, str]()
-        for event in self._events(self.begin, with_arrays=True):
+        for event in self._events(self.begin, progress):
             records += 1
             kept += sum(message.is_kept for message in event.messages)
             hashes += sum(not message.is_kept for message in event.messages)
             digests[event.number + 1] = event.digest
             saved.update(event.snapshots)
-            if progress is not None:
-                progress(event.number)
         for number in self._snapshots:
             snapshot = self._history.snapshot(number)
             for what, found, recorded in (
@@ -210,13 +209,20 @@ class Tape:
                 return store.save()
         raise errors.DurabilityError(f"{self.path} ends before version {version}")
 
-    def find(self, version: int | None = None, seconds: float | None = None) -> Found:
+    def find(
+        self,
+        version: int | None = None,
+        seconds: float | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> Found:
         """Return a recorded version, by its number or time.
 
         Args:
           version: the version; None for the newest one.
           seconds: seconds since the center began, instead of a version: the newest
             version at that time.
+          progress: called with the number of each record.
 
         Raises:
           InvalidArgumentError: the tape does not have the version.
@@ -229,7 +235,7 @@ class Tape:
         time = first.about["time"] if first.number else 0.0
         found = Found(first.number, first.about["version"], time, first.parent)
         oldest = found.version
-        for event in self.events(first.number):
+        for event in self.events(first.number, progress=progress):
             is_later = version is not None and event.version > version >= oldest
             if is_later or (seconds is not None and event.time > seconds):
                 break
@@ -345,7 +351,7 @@ class Tape:
         snapshot = self._history.snapshot(begin)
         store = Store.restore(rule, state_in(snapshot, rule, params, None, where))
         yield None, store
-        for event in self._events(begin, with_arrays=True):
+        for event in self._events(begin, progress):
             if not all(message.is_kept for message in event.applied):
                 raise errors.DurabilityError(
                     f"{self.path}: the contributions of record {event.number} were "
@@ -356,8 +362,6 @@ class Tape:
             event.apply(store)
             if event.number + 1 in self._snapshots:
                 self._compare(event.number + 1, store)
-            if progress is not None:
-                progress(event.number)
             yield event, store
 
     def _compare(self, number: int, store: Store) -> None:

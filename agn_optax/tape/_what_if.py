@@ -100,8 +100,8 @@ def what_if(
         measured, too.
       begin: the first version; None for the first one on the tape.
       params: parameters with the containers to use, see `Tape.replay`.
-      progress: called with the number of each record: first while the recorded center
-        is computed, and then again for the other one.
+      progress: called with the number of each record: while all are read, while the
+        recorded center is computed, and for the other one.
 
     Raises:
       RuleMismatchError: the rules differ in what workers do.
@@ -128,7 +128,7 @@ def what_if(
     rule = rule or recorded_rule
     check_rules(tape, rule)
     number = tape.start_of(begin)
-    events = list(tape.events(number))
+    events = list(tape.events(number, progress=progress))
     _check_kept(tape, events)
     recorded = _Recorded(
         tape.run(recorded_rule, number, params, progress),

@@ -93,7 +93,7 @@ class History:
                 file,
                 position,
                 os.fstat(file).st_size,
-                is_chain=segment.kind == "chain",
+                is_chain=not segment.is_kept,
             )
             if found is None or found.number != number:
                 raise _records.DamagedError(f"record {number} is damaged")
@@ -101,7 +101,7 @@ class History:
 
     def is_kept(self, number: int) -> bool:
         """Return whether the contributions of a record that was yielded are kept."""
-        return self._places[number][0].kind == "journal"
+        return self._places[number][0].is_kept
 
     def snapshot_file(self, number: int) -> pathlib.Path:
         """Return the path of a snapshot."""

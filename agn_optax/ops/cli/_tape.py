@@ -93,8 +93,8 @@ def replay(
     made = _recorded.rule_of(opened, rule, config)
     if to is not None:
         tape.check_new(to)
-    found = opened.find(at, seconds)
     with _progress() as progress:
+        found = opened.find(at, seconds, progress=progress)
         state = opened.replay(made, found.version, whole=whole, progress=progress)
     if to is not None:
         with _progress() as progress:
@@ -194,7 +194,8 @@ def diff(
 
     Example: agn-optax diff run again
     """
-    found = tape.diff(_open(first), _open(second))
+    with _progress() as progress:
+        found = tape.diff(_open(first), _open(second), progress=progress)
     _options.report(
         json,
         "the runs are the same" if found is None else str(found),
