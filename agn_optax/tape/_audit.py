@@ -74,7 +74,7 @@ def audit(
       RuleMismatchError: the center has another rule.
     """
     checked = tape.check(progress)
-    events = list(tape.events(tape.begin, progress=progress))
+    events = list(tape.events(progress=progress))
     moves = {} if rule is None else _moves(tape, rule, params, progress)
     kinds: dict[str, int] = {}
     by_worker: dict[str, list[Event]] = {}

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import pathlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ class Found(NamedTuple):
     version: int
     time: float  # s, since the center began
     digest: bytes  # of the last record that leads to it
+    end: int  # number of records before the next version
 
 
 class TapeSnapshot(NamedTuple):
@@ -87,21 +89,24 @@ class Tape:
     @property
     def begin(self) -> int:
         """Number of the first record."""
-        first = [each[0].number for each in (self.segments, self.snapshots) if each]
-        return min(first)
+        return min(each[0].number for each in (self.segments, self.snapshots) if each)
 
     def events(
-        self, begin: int = 0, *, progress: Callable[[int], None] | None = None
+        self,
+        begin: int | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
     ) -> Iterator[Event]:
         """Yield the events from a record on, in their order.
 
         Args:
-          begin: number of the first record.
+          begin: number of the first record; None for the first one on the tape.
           progress: called with the number of each record.
 
         Raises:
           DurabilityError: a record is damaged or missing.
         """
+        begin = self.begin if begin is None else begin
         return self._events(begin, progress, with_arrays=False)
 
     def _events(
@@ -129,7 +134,7 @@ class Tape:
           DurabilityError: see `events`.
         """
         registered = frozenset[str]()
-        for event in self.events(self.begin, progress=progress):
+        for event in self.events(progress=progress):
             if (snapshot := self._snapshots.get(event.number)) is not None:
                 # Sessions may have ended without records: the center has a new id.
                 registered = _with_changes(frozenset(), snapshot.about["ledger"])
@@ -202,12 +207,11 @@ class Tape:
             version could be computed, or a snapshot is another center than the one
             computed here.
         """
-        version = self.find(version, seconds).version
-        begin = self.snapshots[0].number if whole else self._before(version)
-        for _, store in self.run(rule, begin, params, progress):
-            if store.current.number == version:
-                return store.save()
-        raise errors.DurabilityError(f"{self.path} ends before version {version}")
+        found = self.find(version, seconds)
+        begin = self.snapshots[0].number if whole else self._before(found.version)
+        run = self.run(rule, begin, params, progress, end=found.end)
+        ((_, store),) = deque(run, maxlen=1)
+        return store.save()
 
     def find(
         self,
@@ -232,25 +236,27 @@ class Tape:
                 f"give a version or seconds, not both, got {version} and {seconds}"
             )
         first = self._snapshots[self.snapshots[0].number]
-        time = first.about["time"] if first.number else 0.0
-        found = Found(first.number, first.about["version"], time, first.parent)
-        oldest = found.version
-        for event in self.events(first.number, progress=progress):
+        begin, oldest = first.number, first.about["version"]
+        time = first.about["time"] if begin else 0.0
+        if seconds is not None and not seconds >= time:
+            raise errors.InvalidArgumentError(
+                f"seconds must be at least {time}, where the versions of {self.path} "
+                f"begin, got {seconds}"
+            )
+        found = Found(begin, oldest, time, first.parent, begin)
+        for event in self.events(begin, progress=progress):
             is_later = version is not None and event.version > version >= oldest
             if is_later or (seconds is not None and event.time > seconds):
                 break
+            end = event.number + 1
             if event.version > found.version:
                 digest = bytes.fromhex(event.digest)
-                found = Found(event.number + 1, event.version, event.time, digest)
+                found = Found(end, event.version, event.time, digest, end)
+            found = found._replace(end=end)
         if version not in (None, found.version):
             raise errors.InvalidArgumentError(
                 f"version must be in [{oldest}, {found.version}], the versions that "
                 f"{self.path} can have, got {version}"
-            )
-        if seconds is not None and seconds < found.time:
-            raise errors.InvalidArgumentError(
-                f"seconds must be at least {found.time}, where the versions of "
-                f"{self.path} begin, got {seconds}"
             )
         return found
 
@@ -332,6 +338,8 @@ class Tape:
         begin: int | None = None,
         params: PyTree = None,
         progress: Callable[[int], None] | None = None,
+        *,
+        end: int | None = None,
     ) -> Iterator[tuple[Event | None, Store]]:
         """Yield the store of a snapshot, and again after each later event.
 
@@ -342,6 +350,7 @@ class Tape:
           begin: number of the snapshot; None for the first one.
           params: see `replay`.
           progress: see `replay`.
+          end: number of records at which to end; None for all.
 
         Raises:
           DurabilityError, RuleMismatchError: see `replay`.
@@ -351,6 +360,8 @@ class Tape:
         snapshot = self._history.snapshot(begin)
         store = Store.restore(rule, state_in(snapshot, rule, params, None, where))
         yield None, store
+        if end is not None and end <= begin:
+            return
         for event in self._events(begin, progress):
             if not all(message.is_kept for message in event.applied):
                 raise errors.DurabilityError(
@@ -363,6 +374,8 @@ class Tape:
             if event.number + 1 in self._snapshots:
                 self._compare(event.number + 1, store)
             yield event, store
+            if event.number + 1 == end:
+                return
 
     def _compare(self, number: int, store: Store) -> None:
         """Compare a computed center with a snapshot.
