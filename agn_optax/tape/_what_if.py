@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
-
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.center import (
@@ -184,7 +182,7 @@ class _Digests:
     def add(self, version: int, params: PyTree) -> None:
         """Add a version, whose arrays do not change."""
         self._waiting[version] = params
-        if len(self._waiting) * _nbytes(params) >= _BLOCK_BYTES:
+        if len(self._waiting) * trees.nbytes(params) >= _BLOCK_BYTES:
             self._compute()
 
     def find(self, version: int) -> str | None:
@@ -197,10 +195,6 @@ class _Digests:
         for version, params in self._waiting.items():
             self._found[version] = trees.digest(params)
         self._waiting.clear()
-
-
-def _nbytes(tree: PyTree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 class _Recorded:

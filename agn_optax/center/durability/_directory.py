@@ -58,7 +58,7 @@ class Segment(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it has the contributions of its messages."""
+        """True if the file has the contributions, and False if they were dropped."""
         return self.kind == "journal"
 
 
