@@ -40,6 +40,21 @@ FAULTS = {
         "        self._core._wait_until_kept(kept.recorded)\n",
         "        pass\n",
     ),
+    "a join is not recorded": (
+        _core,
+        'self._record("join", worker, session=session_id, connection=connection)',
+        "pass",
+    ),
+    "a join does not wait for the disk": (
+        _core,
+        "        if is_open:\n",
+        "        if False:\n",
+    ),
+    "a pull does not wait for the disk": (
+        _core,
+        "            if kept:\n",
+        "            if False:\n",
+    ),
     "an answer waits for one record less": (
         _keeper,
         "return recorded <= self._written",
@@ -165,6 +180,7 @@ def functions_of(namespace, module):
     for each in [*namespace.values()]:
         function = each.fget if isinstance(each, property) else each
         if isinstance(function, types.FunctionType):
+            function = inspect.unwrap(function)  # of a context manager
             if function.__code__.co_filename == module.__file__:
                 yield function.__qualname__, function
         elif isinstance(each, type) and each.__module__ == module.__name__:
