@@ -136,6 +136,12 @@ class Ledger:
             outcome,
         )
         message.outcome = outcome
+        mode = self._scenario.mode
+        may_drop = getattr(mode, "versions", None) is not None
+        may_drop = may_drop or getattr(mode, "late", None) == "drop"
+        check(outcome != "dropped" or may_drop, "message %d was dropped", number)
+        is_poisoned = number in self._scenario.poisoned
+        check(outcome != "rejected" or is_poisoned, "message %d was rejected", number)
         if outcome == "applied":
             check(at is not None, "message %d was answered, but not applied", number)
             first = at if self._rule != "easgd" else at - 1

@@ -97,7 +97,7 @@ def drawn(seed):
     network = dice.random() < 0.6
     workers = tuple(
         Plan(
-            exchanges=dice.randint(1, 4),
+            exchanges=dice.randint(1, 3),
             resumes=dice.random() < 0.5,
             slowness=dice.choice((0.3, 1.0, 1.0, 3.0)),
             starts=round(dice.uniform(0.0, 1.0), 3),
@@ -128,7 +128,7 @@ def drawn(seed):
         replies=some(0.1, lambda: dice.randint(1, 20)),
         pulls=some(0.2, lambda: dice.randint(1, 6)),
         pauses=some(0.07, lambda: (time(), dice.choice((1.0, 6.0)))),
-        closes=dice.random() < 0.5,
+        closes=dice.random() < 0.75,
     )
 
 
