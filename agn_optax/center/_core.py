@@ -420,10 +420,16 @@ class Core:
     def wait_for_barrier(self, timeout: float | None) -> bool:
         """Return whether the barrier is reached, now or within ``timeout`` seconds.
 
+        If joins are written to disk, wait until they are, too: a worker that has
+        started continues after a restart of the center, and finds an open barrier.
+
         Raises:
           CenterClosedError: the center has ended before the barrier was reached.
         """
-        return self._wait_while_open(lambda: self.ledger.is_open, timeout)
+        is_open = self._wait_while_open(lambda: self.ledger.is_open, timeout)
+        if is_open:
+            self._wait_until_kept(self._recorded())
+        return is_open
 
     # For sessions. Hold the lock to call these, except `_examine`.
 
