@@ -16,7 +16,7 @@ from agn_optax._internal import check
 
 NANOSECONDS = 1_000_000_000  # in a second
 
-_DRAWS = 16  # random numbers that are drawn at a time
+_DRAWS = 32  # random numbers that are drawn at a time
 
 
 def nanoseconds(seconds: float) -> int:
@@ -30,8 +30,23 @@ def stream(seed: int, worker: str, purpose: str) -> np.random.Generator:
     Streams are independent, so that one more worker or failure changes no other.
     """
     text = f"{seed}/{worker}/{purpose}".encode()
-    key = hashlib.blake2b(text, digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    key = _Key(text)
+    philox = np.random.Philox(key)  # type: ignore[arg-type]  # takes any ISeedSequence
+    return np.random.Generator(philox)
+
+
+class _Key(np.random.bit_generator.ISeedSequence):
+    """The key of a stream: the hash of a text.
+
+    ``Philox(key=...)`` gives the same stream, but reads random numbers of the operating
+    system first, which takes longer than all other work on a new worker.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self._key = hashlib.blake2b(text, digest_size=16).digest()
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> np.ndarray:
+        return np.frombuffer(self._key, "<u8")
 
 
 @runtime_checkable
@@ -177,7 +192,7 @@ class Recorded:
 
 def _as_nanoseconds(seconds: np.ndarray) -> list[int]:
     rounded = np.rint(seconds * NANOSECONDS).astype(np.int64)
-    return [*map(int, np.maximum(rounded, 1))]
+    return np.maximum(rounded, 1).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,7 +383,8 @@ class Cluster:
             ("speed", Speed, "a speed such as Fixed(0.1)"),
             ("link", Link, "a Link(...)"),
         ):
-            for each in _for_each(getattr(self, argument), len(names), argument):
+            given = _for_each(getattr(self, argument), len(names), argument)
+            for each in {id(each): each for each in given}.values():
                 check.instance(each, kind, f"{argument} must be {such_as}")
         check.instance(self.center, CenterHost, "center must be a CenterHost(...)")
         check.instance(self.failures, Failures, "failures must be Failures(...)")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -294,9 +296,26 @@ def schedule(
             progress=progress,
         )
     )
-    simulation.run()
+    with _without_garbage_collection():
+        simulation.run()
     arguments = {"combines": mode.combines, "rule": rule, "limits": limits}
     return _result(simulation, names, seed, sizes, arguments)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would find nothing.
+
+    The objects of a schedule have no cycles. Looking for them takes a fifth of the time
+    of 10,000 workers.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_start(workers: int, limits: Limits, barrier: int) -> None:
@@ -379,15 +398,13 @@ def _result(
     sizes: Sequence[tuple[int, int]],
     arguments: dict[str, Any],
 ) -> Schedule:
-    def columns(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
-        rows = np.frombuffer(table, np.int64).reshape(-1, len(names))
-        return dict(zip(names, rows.T.copy(), strict=True))
-
-    rows: dict[str, Any] = columns(simulation.rows, COLUMNS)
-    rows["weight"] = np.array(simulation.weights, np.float64)
-    order = np.argsort(rows.pop("number"))  # rows are written at the messages' ends
-    rows = {name: column[order] for name, column in rows.items()}
-    sessions = columns(simulation.sessions, SESSION_COLUMNS)
+    types = [(name, np.float64 if name == "weight" else np.int64) for name in COLUMNS]
+    table = np.frombuffer(simulation.rows, types)
+    order = np.argsort(table["number"])  # rows are written at the messages' ends
+    rows: dict[str, Any] = {name: table[name][order] for name in COLUMNS[1:]}
+    events = np.frombuffer(simulation.sessions, np.int64)
+    by_event = events.reshape(-1, len(SESSION_COLUMNS)).T.copy()
+    sessions = dict(zip(SESSION_COLUMNS, by_event, strict=True))
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((seed, names, sizes, simulation.now)).encode())
     for column in (*rows.values(), *sessions.values()):
