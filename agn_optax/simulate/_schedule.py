@@ -141,8 +141,12 @@ class Schedule:
 
     @property
     def goodput(self) -> float:
-        """The local steps in applied messages, per second."""
-        return float(self.steps[self.outcome == Outcome.APPLIED].sum() / self.duration)
+        """The local steps in applied messages, per second.
+
+        With n fragments, a local step is in a message of each, and counts as 1 / n.
+        """
+        steps = self.steps[self.outcome == Outcome.APPLIED].sum()
+        return float(steps / self.duration / len(self.message_bytes))
 
     @property
     def staleness_histogram(self) -> np.ndarray:

@@ -222,6 +222,8 @@ def test_fragments_take_turns():
     assert np.diff(found.sent[first]) == pytest.approx(0.5e9)
     answered = first[found.adopted[first] >= 0]
     assert set(found.steps_since[answered]) == {2}
+    steps = found.steps[found.outcome == Outcome.APPLIED].sum()
+    assert found.goodput * found.duration == pytest.approx(steps / 2)
 
 
 def test_rule_that_adopts_before_its_message_gets_the_version_before():
