@@ -1,16 +1,19 @@
 """``agn-optax simulate run.toml``: a run's file with a table [cluster]."""
 
+import io
 import json
 import re
 
 import jax.numpy as jnp
 import pytest
-from helpers.commands import fails, succeeds
+import rich.console
+from helpers.commands import command, fails, succeeds
 
 import agn_optax
 from agn_optax import rules, simulate
 from agn_optax.center import Synchronous
 from agn_optax.ops import planning
+from agn_optax.ops.cli import _progress
 
 RUN = """
 program = "train.py"
@@ -111,6 +114,17 @@ def test_center_takes_all_workers_of_the_run(file):
     fails("simulate", str(file), *options, "--max-workers=64", code=2)
     output = fails("simulate", str(file), "--workers=1000000000", code=2)
     assert "GB, more than half of this machine's memory" in " ".join(output.split())
+
+
+def test_progress_of_a_long_simulation_is_shown_in_a_terminal(file, monkeypatch):
+    shown = io.StringIO()
+    console = rich.console.Console(file=shown, force_terminal=True)
+    monkeypatch.setattr(_progress, "_AFTER", -1.0)
+    options = ["--exchanges=5000", "--seconds=1e6"]
+    succeeds("simulate", str(file), *options)  # where nobody looks, nothing is shown
+    monkeypatch.setattr(_progress._table, "console", lambda **_: console)
+    command("simulate", str(file), *options)
+    assert re.search(r"simulating .*%", shown.getvalue())
 
 
 def test_help_names_the_table_of_the_cluster():
