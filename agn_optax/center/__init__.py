@@ -39,6 +39,7 @@ from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session, WorkerSession
 from agn_optax.center._recent import Recent as Recent
 from agn_optax.center._settings import CenterSettings as CenterSettings
+from agn_optax.center._settings import check_combine as check_combine
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._sharded import is_finite as is_finite
 from agn_optax.center._sharded import not_finite as not_finite

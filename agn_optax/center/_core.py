@@ -28,13 +28,13 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Notice, Notices, check, combinations
+from agn_optax._internal import Notice, Notices, check
 from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._links import Links
 from agn_optax.center._protocol import Session
 from agn_optax.center._runtime import Runtime
-from agn_optax.center._settings import CenterSettings
+from agn_optax.center._settings import CenterSettings, check_combine
 from agn_optax.center._store import CenterState, Store, Version, log_version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center.durability import Arrival, Image, Keeper, event_of
@@ -109,12 +109,7 @@ class Core:
         rule = self.rule = settings.rule
         self.center_id = uuid.uuid4().hex
         self.ledger = settings.make_ledger()
-        if not rule.is_summed and not self.ledger.mode.combines:
-            combinations.reject(
-                "a robust combine",
-                "a center that is not synchronous",
-                f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
-            )
+        check_combine(rule, self.ledger.mode)
         self.notices = Notices(settings.thresholds)
         # Workers of an elastic rule spread around the center: their messages differ.
         compares = self.notices.is_on("apart") and rule.adopts == "after"

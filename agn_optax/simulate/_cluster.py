@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ from agn_optax._internal import check
 NANOSECONDS = 1_000_000_000  # in a second
 
 _DRAWS = 32  # random numbers that are drawn at a time
+_WORKER_BYTES = 8192  # of a worker with its machine, member and stream
 
 
 def nanoseconds(seconds: float) -> int:
@@ -352,8 +354,8 @@ class Cluster:
       leaves: second at which workers leave, by name; the others stay.
 
     Raises:
-      InvalidArgumentError: a number is out of range, names are not unique, or a name is
-        not that of a worker.
+      InvalidArgumentError: a number is out of range, names are not unique, a name is
+        not that of a worker, or there is no memory for the workers.
 
     Example:
       >>> from agn_optax import simulate
@@ -372,7 +374,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.workers, Sequence) or isinstance(self.workers, str):
-            check.positive_int(self.workers, "workers")
+            memory_left(check.positive_int(self.workers, "workers"))
         names = self.names
         known = set(names)
         if not names or len(known) < len(names):
@@ -416,6 +418,24 @@ class Cluster:
     def links(self) -> Sequence[Link]:
         """The link of each worker."""
         return _for_each(self.link, len(self.names), "link")
+
+
+def memory_left(workers: int) -> int:
+    """Return the bytes that a simulation of these workers has for its messages.
+
+    They are half of the machine's memory, without that for the workers.
+
+    Raises:
+      InvalidArgumentError: there is no memory for the workers.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    needed = workers * _WORKER_BYTES
+    if needed > memory:
+        raise errors.InvalidArgumentError(
+            f"{workers} workers need {needed / 1e9:.3g} GB, more than half of this "
+            f"machine's memory, {memory / 1e9:.3g} GB"
+        )
+    return memory - needed
 
 
 def _for_each(value: Any, count: int, argument: str) -> Sequence[Any]:

@@ -37,6 +37,7 @@ from agn_optax.simulate._rounds import (
     OneByOne,
     Plan,
     Rounds,
+    rounds_of,
 )
 from agn_optax.simulate._schedule import Schedule, schedule
 from agn_optax.simulate._traces import Traces
@@ -151,6 +152,11 @@ def execute(
     messages that can be made when the center needs one are made together, by one
     program for a fixed number of workers; with ``exact``, one after another.
 
+    The programs are kept for later executions with the same rule, optimizer, loss and
+    data, so that a sweep of many runs compiles them once. Another seed or number of
+    exchanges changes no program, nor does another number of workers with the same
+    width.
+
     A schedule does not know the numbers. If a message would be rejected for its norm,
     as by default one that is not finite, the execution ends with an error: what follows
     a rejection is not simulated. With a ``target`` the execution ends at a loss.
@@ -193,7 +199,7 @@ def execute(
             "only schedules with a rule and without fragments can be executed; this "
             f"one was made with {found}"
         )
-    inner = check.optimizer(inner, "inner")
+    check.optimizer(inner, "inner")
     check.float_leaves(params, "params")
     check.positive_int(every, "every")
     check.whole_number(width, "width", least=1)
@@ -206,12 +212,11 @@ def execute(
     if target is not None and evaluate is None:
         raise errors.InvalidArgumentError("target needs evaluate=, got None")
     params = trees.copy(params)
-    rounds = Rounds(
+    rounds = rounds_of(
         planned.rule,
         inner,
         loss,
         data,
-        params,
         overlap=bool(np.any(planned.in_background)),
         keeps_contribution=bool(np.any(planned.outcome == Outcome.REJECTED)),
     )
@@ -290,7 +295,7 @@ class _Execution:
     def makes(self, *, exact: bool, width: int | None) -> None:
         """Choose how messages are made, if there is memory for it."""
         workers = len(self._planned.names)
-        loop = jax.eval_shape(self._rounds.start)
+        loop = jax.eval_shape(self._rounds.start, self._params)
         row, params = trees.nbytes(loop), trees.nbytes(self._params)
         # A row, its anchor, and a message that waits.
         needed = workers * (row + 2 * params)
@@ -307,6 +312,7 @@ class _Execution:
             plans = {(p.late, p.steps) for p in self._plans.values()}
             self._maker = Batches(
                 self._rounds,
+                self._params,
                 workers,
                 is_uniform=len(plans) <= 1,
                 most_steps=max((sum(plan) for plan in plans), default=0),

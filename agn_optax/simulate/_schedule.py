@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ import numpy as np
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check
-from agn_optax.center import Asynchronous, Ledger, Limits, Mode
+from agn_optax.center import Asynchronous, Ledger, Limits, Mode, check_combine
 from agn_optax.round import DynamicPeriod, Fragments
 from agn_optax.rules import Rule, check_rule
-from agn_optax.simulate._cluster import Cluster
+from agn_optax.simulate._cluster import Cluster, memory_left
 from agn_optax.simulate._events import (
     COLUMNS,
     ROW_BYTES,
@@ -30,10 +29,9 @@ from agn_optax.simulate._events import (
     Settings,
     Simulation,
 )
+from agn_optax.worker import check_fragments
 
 PyTree = Any
-
-_WORKER_BYTES = 8192  # of a worker with its machine, member and stream
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,8 +143,12 @@ class Schedule:
 
     @property
     def goodput(self) -> float:
-        """The local steps in applied messages, per second."""
-        return float(self.steps[self.outcome == Outcome.APPLIED].sum() / self.duration)
+        """The local steps in applied messages, per second.
+
+        With n fragments, a local step is in a message of each, and counts as 1 / n.
+        """
+        steps = self.steps[self.outcome == Outcome.APPLIED].sum()
+        return float(steps / self.duration / len(self.message_bytes))
 
     @property
     def staleness_histogram(self) -> np.ndarray:
@@ -242,8 +244,10 @@ def schedule(
       The schedule.
 
     Raises:
-      InvalidArgumentError: an argument is out of range, no worker could ever start, or
-        the schedule would not fit into memory.
+      InvalidTypeError: an argument has another type.
+      InvalidArgumentError: an argument is out of range, no worker could ever start, a
+        real center or worker would reject the settings, or the schedule would not fit
+        into memory.
       SimulationError: the number of exchanges is never reached, because nothing more
         can happen.
 
@@ -268,14 +272,19 @@ def schedule(
     check.whole_number(patience, "patience", least=0)
     names = cluster.names
     limits = limits or Limits(max_workers=None)
+    if rule is not None:
+        check_rule(rule)
+        check_combine(rule, mode)
     _check_start(len(names), limits, barrier)
+    if fragments is not None:
+        check_fragments(fragments, rule, period, overlap=overlap)
     sizes = _sizes(rule, params, fragments)
-    most_rows = _most_rows(len(names))
+    most_rows = memory_left(len(names)) // ROW_BYTES
     if exchanges is not None and exchanges > most_rows:
         raise errors.InvalidArgumentError(
             f"{exchanges} exchanges of {len(names)} workers need "
             f"{(exchanges * ROW_BYTES) / 1e9:.3g} GB, and there is memory for "
-            f"{max(most_rows, 0)}"
+            f"{most_rows}"
         )
     is_dynamic = isinstance(period, DynamicPeriod)
     simulation = Simulation(
@@ -337,16 +346,11 @@ def _sizes(
     rule: Rule | None, params: PyTree, fragments: Fragments | None
 ) -> list[tuple[int, int]]:
     """Return the bytes of a message and of an answer, of each fragment."""
-    if fragments is not None:
-        check.instance(fragments, Fragments, "fragments must be Fragments(...)")
     count = 1 if fragments is None else len(fragments)
     if rule is None:
         if params is not None:
             raise errors.InvalidArgumentError("params needs a rule, got rule=None")
         return [(0, 0)] * count
-    check_rule(rule)
-    if fragments is not None:
-        fragments.check(rule)
     if params is None:
         return [(0, 0)] * count
     check.float_leaves(params, "params")
@@ -361,7 +365,6 @@ def _lengths(
     """Return functions from exchanges made to the local steps of the next round."""
     schedule = rounds.as_schedule(period)
     if fragments is not None:
-        fragments.check_period(int(schedule(0)))
         schedules = [fragments.periods(f, schedule) for f in range(len(fragments))]
     else:
         schedules = [schedule]
@@ -374,21 +377,6 @@ def _lengths(
         return length
 
     return [*map(checked, schedules)]
-
-
-def _most_rows(workers: int) -> int:
-    """Return the number of messages for which there is memory: half of the machine's.
-
-    Raises:
-      InvalidArgumentError: there is no memory for the workers.
-    """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    if workers * _WORKER_BYTES > memory:
-        raise errors.InvalidArgumentError(
-            f"{workers} workers need {workers * _WORKER_BYTES / 1e9:.3g} GB, more than "
-            f"half of this machine's memory, {memory / 1e9:.3g} GB"
-        )
-    return (memory - workers * _WORKER_BYTES) // ROW_BYTES
 
 
 def _result(
