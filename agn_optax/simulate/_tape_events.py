@@ -1,0 +1,90 @@
+"""The events of a tape that simulations need, in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from agn_optax.simulate._events import SessionEvent
+from agn_optax.tape import Event, Message, Tape
+
+
+class Sent(NamedTuple):
+    """A message, and its event."""
+
+    message: Message
+    event: Event
+    session: int  # 1, 2, 3, ...
+    began: float  # time of its worker's last answer, or at which it joined, s
+
+
+class Change(NamedTuple):
+    """A change of the registered workers."""
+
+    at: float  # time, s
+    worker: str
+    session: int
+    event: SessionEvent
+    began: float = 0.0  # of the round that it ends, s; see `Sent`
+
+
+@dataclasses.dataclass
+class _Worker:
+    """A worker on its way through a tape."""
+
+    session: int = 0
+    session_id: str = ""
+    began: float = 0.0  # see `Sent`
+    is_registered: bool = False
+
+
+def events_of(tape: Tape, lease: float) -> Iterator[Sent | Change]:
+    """Yield messages, and changes of the registered workers, in their order.
+
+    A worker that failed is known only when the center gives it up, a lease after it
+    lost its connection; or when it joins again, at most a lease after that. Then the
+    middle of the possible times is taken.
+    """
+    workers: dict[str, _Worker] = {}
+
+    def ended(name: str, event: SessionEvent, at: float) -> Change:
+        return Change(at, name, workers[name].session, event, workers[name].began)
+
+    for event in tape.events(tape.begin):
+        now = event.time
+        for name in event.workers:
+            worker = workers.setdefault(name, _Worker())
+            if event.kind == "leave":
+                worker.is_registered = False
+                yield ended(name, SessionEvent.LEFT, now)
+            elif event.kind == "expired":
+                worker.is_registered = False
+                yield ended(name, SessionEvent.FAILED, now - lease)
+            elif event.kind == "join":
+                is_new = worker.session_id != event.session_ids[name]
+                if worker.is_registered and not is_new:
+                    continue  # over another connection
+                if worker.is_registered:
+                    earliest = max(worker.began, now - lease)
+                    yield ended(name, SessionEvent.FAILED, (earliest + now) / 2)
+                worker.session += is_new
+                worker.session_id = event.session_ids[name]
+                worker.began, worker.is_registered = now, True
+                yield Change(now, name, worker.session, SessionEvent.JOINED)
+        for message in event.messages:
+            worker = workers[message.worker]
+            if not worker.session:  # it joined before the tape begins
+                worker.session, worker.is_registered = 1, True
+                worker.session_id = event.session_ids[message.worker]
+                worker.began = math.nan
+            yield Sent(message, event, worker.session, worker.began)
+            worker.began = now
+
+
+def by_number(name: str) -> list[Any]:
+    """Return a key that sorts names, with their numbers compared as numbers."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
