@@ -1,6 +1,7 @@
 """Tapes of real runs are simulated again, and simulated runs are written as tapes."""
 
 import functools
+import pathlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import problem, shared
+from helpers import children, problem, shared
+from helpers.loops import INNER, PERIOD, Loop, data
 from helpers.support import RULES, assert_identical
-from helpers.waiting import LIMIT
+from helpers.waiting import LIMIT, wait_until
 
 import agn_optax
 from agn_optax import errors, simulate, tape
@@ -37,45 +39,14 @@ from agn_optax.simulate import (
     SessionEvent,
 )
 
-PERIOD = 3
-INNER = shared.adam(0.05)
 RULE = shared.agn(shared.sgd(0.1))
+PROCESS = pathlib.Path(__file__).with_name("loop_process.py")
 BITS = codecs.error_feedback(codecs.quantize(4))
-
-
-def data(worker, step):
-    key = jax.random.fold_in(jax.random.key(worker), step)
-    x = jax.random.normal(key, (8, 3))
-    return {"x": x, "y": jnp.sin(x.sum(axis=-1, keepdims=True))}
 
 
 execute = functools.partial(
     simulate.execute, inner=INNER, loss=problem.loss, data=data, exact=True
 )
-
-
-class Loop:
-    """The training loop of a real worker, whose batches depend on worker and step."""
-
-    def __init__(self, center, index, *, first=0, **settings):
-        self.worker = agn_optax.Worker(
-            center, INNER, period=PERIOD, name=f"worker-{index}", **settings
-        )
-        self.index, self.number = index, first
-        self.data, self.step = jax.jit(data), jax.jit(self._step)
-        self.loop = self.worker.start()
-
-    def _step(self, params, state, batch):
-        grads = jax.grad(problem.loss)(params, batch)
-        updates, state = self.worker.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def run(self, steps, **counts):
-        for _ in range(steps):
-            batch = self.data(np.int32(self.index), np.int32(self.number))
-            self.loop = self.worker.exchange(*self.step(*self.loop, batch), **counts)
-            self.number += 1
-        return self
 
 
 def real_run(path, rule, rounds=5, kills=False, **settings):
@@ -158,6 +129,55 @@ def test_tape_of_a_worker_that_was_lost_and_joined_again_is_simulated(tmp_path):
         *(SessionEvent.JOINED, SessionEvent.STARTED, SessionEvent.LEFT),
     ]
     assert planned.session[planned.worker == 1].max() == 2
+
+
+@pytest.mark.slow
+def test_tape_of_processes_is_simulated_bit_for_bit(tmp_path):
+    server = serve(
+        RULE,
+        problem.params(),
+        address="127.0.0.1:0",
+        durability=Journal(tmp_path / "run", keep="contributions"),
+        limits=agn_optax.service.Limits(lease=1.0),
+    )
+    core = server.center.core
+
+    def is_lost(name):
+        return not core.members()[1][name].connected
+
+    try:
+        with children.processes(PROCESS, 4) as (first, second, third, again):
+            for index, each in enumerate((first, second, third)):
+                each.ask(do="start", address=server.address, index=index)
+            for each in (first, second, third):
+                each.send(do="run", steps=5 * PERIOD)
+            for each in (first, second, third):
+                each.answer()
+            second.ask(do="run", steps=1)  # in a round that is lost
+            second.kill()
+            wait_until(lambda: is_lost("worker-1"))
+            again.ask(do="start", address=server.address, index=1, first=5 * PERIOD)
+            third.kill()
+            for each in (first, again):
+                each.send(do="run", steps=5 * PERIOD)
+            for each in (first, again):
+                each.answer()
+            wait_until(lambda: "worker-2" not in server.center.workers)
+            first.ask(do="run", steps=PERIOD)
+        last = jax.tree.map(np.array, server.center.save())
+    finally:
+        server.stop()
+    limits = Limits(max_workers=None, lease=1.0)
+    planned = check_again(
+        tmp_path / "run", RULE, last, tmp_path / "again", limits=limits
+    )
+    assert len(planned) == 26
+    failed = planned.sessions["event"] == SessionEvent.FAILED
+    assert {1, 2} <= {*planned.sessions["worker"][failed]}
+    cluster = simulate.cluster_of(tape.read(tmp_path / "run"), lease=1.0)
+    failures = {f.workers[0]: f.down for f in cluster.failures.recorded}
+    assert failures["worker-1"] >= 0
+    assert failures["worker-2"] is None
 
 
 def test_tape_with_rejections_needs_the_limits_of_its_center(tmp_path):
