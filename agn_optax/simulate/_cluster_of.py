@@ -23,7 +23,6 @@ def cluster_of(
     tape: Tape,
     *,
     lease: float = Limits.lease,
-    overlap: bool = False,
     reported: str | None = None,
 ) -> Cluster:
     """Return the cluster of a recorded run, for simulations of others.
@@ -31,26 +30,27 @@ def cluster_of(
     Args:
       tape: the tape.
       lease: ``lease`` of the center's limits, which a tape does not have.
-      overlap: whether the workers sent in the background, which a tape does not have
-        either.
       reported: name of a number that workers report: the seconds of a local step. None
         takes them from the times of the messages.
 
     Returns:
       The cluster. Workers are in the order of their names, in which numbers are
-      compared as numbers. Each has `Recorded` times: the time from the center's last
-      answer (with ``overlap``, from the message before) to the arrival of the message,
-      divided by its local steps. So the times include transfers, local work around an
-      exchange, and at the begin of a session the start of the worker, with
-      compilations and its wait for a barrier; and links have no latency. The time in
-      which a message waits at the center is not included. Rounds that no message ended
-      have the median of the worker, or twice the time that is known, if that is longer.
+      compared as numbers.
+
+      Each has `Recorded` times: the time from the center's last answer to the arrival
+      of the message, divided by its local steps; or from the arrival of the message
+      before, if local steps went on while it was in flight. So the times include
+      transfers, local work around an exchange, and in the first round of a session
+      compilation and waiting for a barrier; links have no latency. They do not include
+      the time for which a message waits at the center. A round that no message ended
+      has the median of its worker, or twice the time that is known, if that is longer.
 
       Joins and leaves have their times. A worker that the center gave up failed a
-      ``lease`` before, and one that joined again without having left failed in the
-      middle of the time in which it can have. If workers left and joined again, and no
-      worker failed, failures are ``announced``. The number of local steps, mode, limits
-      and barrier are not a matter of the cluster.
+      ``lease`` before; one that joined again without an end of its session failed in
+      the middle of the time in which it can have. Workers that left and joined again
+      are failures, too, which are ``announced`` if there are no others.
+
+      Local steps of a round, mode, limits and barrier are no part of a cluster.
 
     Raises:
       InvalidArgumentError: the tape has no message with local steps, or an argument is
@@ -79,7 +79,7 @@ def cluster_of(
     for found in events_of(tape, lease):
         name = found.worker if isinstance(found, Change) else found.message.worker
         histories.setdefault(name, []).append(found)
-    times = {name: _step_times(h, overlap, reported) for name, h in histories.items()}
+    times = {name: _step_times(h, reported) for name, h in histories.items()}
     finished = [each for of_worker in times.values() for each in of_worker.values()]
     if not finished:
         raise errors.InvalidArgumentError(
@@ -118,24 +118,19 @@ def cluster_of(
 
 
 def _step_times(
-    history: Sequence[Sent | Change], overlap: bool, reported: str | None
+    history: Sequence[Sent | Change], reported: str | None
 ) -> dict[int, float]:
     """Return the seconds of a local step, by the index of the message in a history."""
     found: dict[int, float] = {}
-    before: Sent | None = None  # in the session
     for i, each in enumerate(history):
         if isinstance(each, Change):
-            before = None
             continue
-        message, began = each.message, each.began
-        if overlap and before is not None:
-            began = before.message.arrived
+        message = each.message
         seconds = message.reported.get(reported or "")
         if seconds is None and message.steps:
-            seconds = (message.arrived - began) / message.steps
+            seconds = (message.arrived - each.began) / message.steps
         if seconds is not None and not math.isnan(seconds):
             found[i] = max(float(seconds), 1e-9)
-        before = each
     return found
 
 

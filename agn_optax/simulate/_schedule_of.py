@@ -53,9 +53,9 @@ def schedule_of(
       params: parameters with the containers to use, see `Tape.replay`.
 
     Returns:
-      The schedule. Its workers wait for each answer, and made no local steps meanwhile:
-      a tape does not tell whether they did. Transfers take no time: a message was sent
-      when it arrived, and its answer was adopted when it was settled.
+      The schedule. Transfers take no time: a message was sent when it arrived, and its
+      answer was adopted when it was settled, or after the local steps that were made
+      before.
 
     Raises:
       InvalidArgumentError: the tape does not have the whole run, or something that
@@ -144,6 +144,7 @@ def _check_sent(
 ) -> None:
     """Raise if the messages cannot be made again."""
     before: dict[tuple[str, int], Sent] = {}  # by worker and session
+    overlaps = {(s.message.worker, s.session) for s in sent if s.message.late_steps}
     for each in sent:
         message, key = each.message, (each.message.worker, each.session)
         who = f"{tape.path}: message {message.sequence} of worker {message.worker!r}"
@@ -163,6 +164,17 @@ def _check_sent(
             raise errors.InvalidArgumentError(
                 f"{who} was rejected ({message.reason}): give limits=, those of the "
                 "recorded center, which a tape does not have"
+            )
+        if last is None and message.anchor_version < each.joined_version:
+            raise errors.InvalidArgumentError(
+                f"{who} was made from version {message.anchor_version}, and its worker "
+                f"joined at version {each.joined_version}: it went on from a saved "
+                "state, which a tape does not have"
+            )
+        if last is not None and last.message.outcome == "rejected" and key in overlaps:
+            raise errors.InvalidArgumentError(
+                f"{who} follows one that was rejected while local steps went on: these "
+                "were discarded, and a tape does not tell how many there were"
             )
         if last is not None and message.anchor_version != _adopted(last, rule):
             raise errors.InvalidArgumentError(
@@ -219,11 +231,14 @@ def _columns(
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a schedule, with its messages in order of arrival."""
     rows: list[dict[str, int]] = []
+    at = {(s.message.worker, s.session, s.message.sequence): s for s in sent}
     for order, each in enumerate(sent):
         message, event = each.message, each.event
         began, arrived = nanoseconds(each.began), nanoseconds(message.arrived)
         settled = nanoseconds(event.time)
         is_applied = message.outcome == "applied"
+        following = at.get((message.worker, each.session, message.sequence + 1))
+        steps_since = 0 if following is None else following.message.late_steps
         rows.append(
             {
                 "worker": index[message.worker],
@@ -245,8 +260,8 @@ def _columns(
                 "outcome": _OUTCOMES[message.outcome],
                 "order": order,
                 "workers": event.registered,
-                "steps_since": 0,
-                "in_background": 0,
+                "steps_since": steps_since,
+                "in_background": int(steps_since > 0),
             }
         )
     rows.sort(key=lambda row: row["arrived"])

@@ -18,7 +18,10 @@ class Sent(NamedTuple):
     message: Message
     event: Event
     session: int  # 1, 2, 3, ...
-    began: float  # time of its worker's last answer, or at which it joined, s
+    # Begin of its round, s: its worker's last answer, or message if that was in flight
+    # while local steps went on; or the time at which it joined.
+    began: float
+    joined_version: int  # version when its worker joined
 
 
 class Change(NamedTuple):
@@ -38,7 +41,9 @@ class _Worker:
     session: int = 0
     session_id: str = ""
     began: float = 0.0  # see `Sent`
+    arrived: float = 0.0  # arrival of its last message, s
     is_registered: bool = False
+    joined_version: int = 0
 
 
 def events_of(tape: Tape, lease: float) -> Iterator[Sent | Change]:
@@ -73,6 +78,7 @@ def events_of(tape: Tape, lease: float) -> Iterator[Sent | Change]:
                 worker.session += is_new
                 worker.session_id = event.session_ids[name]
                 worker.began, worker.is_registered = now, True
+                worker.joined_version = event.version
                 yield Change(now, name, worker.session, SessionEvent.JOINED)
         for message in event.messages:
             worker = workers[message.worker]
@@ -80,8 +86,9 @@ def events_of(tape: Tape, lease: float) -> Iterator[Sent | Change]:
                 worker.session, worker.is_registered = 1, True
                 worker.session_id = event.session_ids[message.worker]
                 worker.began = math.nan
-            yield Sent(message, event, worker.session, worker.began)
-            worker.began = now
+            began = worker.arrived if message.late_steps else worker.began
+            yield Sent(message, event, worker.session, began, worker.joined_version)
+            worker.began, worker.arrived = now, message.arrived
 
 
 def by_number(name: str) -> list[Any]:

@@ -75,12 +75,14 @@ class Counts(NamedTuple):
 
     steps: int = 0
     weight: float | None = None  # None if none was given
+    late: int = 0  # steps that were made before the answer to the last message
 
     def plus(self, steps: int, weight: float | None) -> Counts:
         """Return the counts with more steps and their weight."""
         if weight is not None:
             weight = (self.weight or 0.0) + weight
-        return Counts(self.steps + steps, self.weight if weight is None else weight)
+        weight = self.weight if weight is None else weight
+        return self._replace(steps=self.steps + steps, weight=weight)
 
 
 class ExchangeMachine:
@@ -203,6 +205,11 @@ class ExchangeMachine:
         self.exchanges += 1
         if begins:
             self._begin_round()
+        else:
+            late = self.current.steps
+            self.current = self.current._replace(late=late)
+            self.committed = self.committed._replace(late=late)
+            self._before_call = self._before_call._replace(late=late)
 
     @property
     def number(self) -> int:
