@@ -263,7 +263,7 @@ class FragmentWorker:
             self.exchanges,
             self.machine.current.weight,
             self.pace,
-            self.machine.current.late,
+            self.machine.late,
         )
 
     def check_restored(self, loop: Loop, saved: FragmentState) -> None:
@@ -296,7 +296,8 @@ class FragmentWorker:
         self.machine.start(
             completed=completed,
             exchanges=exchanges,
-            counts=Counts(int(saved.local_steps), weight, int(saved.late_steps)),
+            counts=Counts(int(saved.local_steps), weight),
+            late=int(saved.late_steps),
         )
         version = jax.tree.map(int, saved.anchor_version)
         anchor = Snapshot(saved.anchor, version)
@@ -411,7 +412,7 @@ class FragmentWorker:
             weight=counts.weight,
             reported=dict(self.reported),
             notices={n.check: n.text for n in self.checks.notices.current("worker")},
-            late_steps=counts.late,
+            late_steps=min(self.machine.late, counts.steps),
         )
         return Message(self.session, submission, codec_state)
 

@@ -75,14 +75,12 @@ class Counts(NamedTuple):
 
     steps: int = 0
     weight: float | None = None  # None if none was given
-    late: int = 0  # steps that were made before the answer to the last message
 
     def plus(self, steps: int, weight: float | None) -> Counts:
         """Return the counts with more steps and their weight."""
         if weight is not None:
             weight = (self.weight or 0.0) + weight
-        weight = self.weight if weight is None else weight
-        return self._replace(steps=self.steps + steps, weight=weight)
+        return Counts(self.steps + steps, self.weight if weight is None else weight)
 
 
 class ExchangeMachine:
@@ -103,6 +101,8 @@ class ExchangeMachine:
       current: counts in the loop's arrays: ``committed`` with those of the call in
         progress, or of a call that raised and whose arrays are kept.
       message: counts of the message.
+      late: local steps that the loop had made since a message when its answer was
+        adopted, for the next message; 0 if the worker waited for the answer.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class ExchangeMachine:
         self.exchanges = 0
         self.completed = 0
         self.committed = self.current = self.message = Counts()
+        self.late = 0
         self._call = ""  # name of the call in progress; "" if it counts nothing
         self._before_call = Counts()  # `current` before that call
         self._round_began = False  # whether a round began in that call
@@ -124,7 +125,12 @@ class ExchangeMachine:
         self._raised_was_used = False
 
     def start(
-        self, *, completed: int = 0, exchanges: int | None = None, counts: Counts
+        self,
+        *,
+        completed: int = 0,
+        exchanges: int | None = None,
+        counts: Counts,
+        late: int = 0,
     ) -> None:
         """Begin a session, or resume one with ``completed`` exchanges."""
         self._move("start")
@@ -132,6 +138,7 @@ class ExchangeMachine:
             self.exchanges = exchanges
         self.completed = completed
         self.committed = self.current = counts
+        self.late = late
         self._call = self._raised = ""
 
     def leave(self) -> None:
@@ -203,13 +210,9 @@ class ExchangeMachine:
         self._move("adopt")
         self.completed += 1
         self.exchanges += 1
+        self.late = 0 if begins else self.current.steps
         if begins:
             self._begin_round()
-        else:
-            late = self.current.steps
-            self.current = self.current._replace(late=late)
-            self.committed = self.committed._replace(late=late)
-            self._before_call = self._before_call._replace(late=late)
 
     @property
     def number(self) -> int:
