@@ -117,6 +117,24 @@ def test_tape_of_overlapping_exchanges_is_simulated_bit_for_bit(name, tmp_path):
     assert np.all(planned.steps_since <= PERIOD)
 
 
+def test_worker_that_resumed_after_a_late_answer_is_simulated_bit_for_bit(tmp_path):
+    journal = Journal(tmp_path / "run", keep="contributions")
+    with LocalCenter(RULE, problem.params(), durability=journal) as center:
+        loop = Loop(center, 0, overlap=True).run(2 * PERIOD)
+        params, state = loop.run(1).loop
+        loop.loop = loop.worker.receive(params, state)
+        saved, token = loop.worker.save(*loop.loop), loop.worker.resume_token
+        loop.worker = agn_optax.Worker(
+            center, INNER, period=PERIOD, name="worker-0", overlap=True
+        )
+        loop.loop = loop.worker.restore(saved, resume_token=token)
+        loop.run(PERIOD)
+        loop.worker.flush(*loop.loop)
+        last = jax.tree.map(np.array, center.save())
+    planned = check_again(tmp_path / "run", RULE, last, tmp_path / "again")
+    assert planned.steps_since.tolist() == [0, 1, 1, 0]
+
+
 def test_tape_with_drops_is_simulated_bit_for_bit(tmp_path):
     rule = agn_optax.rules.agn(optax.sgd(0.3), codec=BITS)
     last = real_run(tmp_path / "run", rule, mode=BoundedStaleness(versions=1))
