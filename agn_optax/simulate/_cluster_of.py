@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agn_optax import errors
 from agn_optax._internal import check
@@ -24,6 +24,7 @@ def cluster_of(
     *,
     lease: float = Limits.lease,
     reported: str | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Cluster:
     """Return the cluster of a recorded run, for simulations of others.
 
@@ -32,6 +33,7 @@ def cluster_of(
       lease: ``lease`` of the center's limits, which a tape does not have.
       reported: name of a number that workers report: the seconds of a local step. None
         takes them from the times of the messages.
+      progress: called with the number of each record.
 
     Returns:
       The cluster. Workers are in the order of their names, in which numbers are
@@ -45,10 +47,11 @@ def cluster_of(
       the time for which a message waits at the center. A round that no message ended
       has the median of its worker, or twice the time that is known, if that is longer.
 
-      Joins and leaves have their times. A worker that the center gave up failed a
-      ``lease`` before; one that joined again without an end of its session failed in
-      the middle of the time in which it can have. Workers that left and joined again
-      are failures, too, which are ``announced`` if there are no others.
+      Joins and leaves have their times. A worker failed when its connection broke. If
+      that is not recorded: a ``lease`` before the center gave it up, or if it joined
+      again before, in the middle of the time in which it can have failed. Workers that
+      left and joined again are failures, too, which are ``announced`` if there are no
+      others.
 
       Local steps of a round, mode, limits and barrier are no part of a cluster.
 
@@ -76,7 +79,7 @@ def cluster_of(
     check.instance(tape, Tape, "tape must be the result of agn_optax.tape.read(...)")
     check.seconds(lease, "lease")
     histories: dict[str, list[Sent | Change]] = {}
-    for found in events_of(tape, lease):
+    for found in events_of(tape, lease, progress):
         name = found.worker if isinstance(found, Change) else found.message.worker
         histories.setdefault(name, []).append(found)
     times = {name: _step_times(h, reported) for name, h in histories.items()}
@@ -100,7 +103,9 @@ def cluster_of(
         for i, change in enumerate(changes):
             if change.event is SessionEvent.JOINED:
                 continue
-            at = max(change.at, change.began + _AFTER_ANSWER) - origin
+            at = change.at if math.isnan(change.lost) else change.lost
+            # NaN, of what the tape does not have, is never the larger one.
+            at = max(at, change.began + _AFTER_ANSWER, origin) - origin
             back = changes[i + 1].at - origin if i + 1 < len(changes) else None
             if back is None and change.event is SessionEvent.LEFT:
                 leaves[name] = at

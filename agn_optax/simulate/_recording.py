@@ -31,7 +31,6 @@ from agn_optax.tape import check_new
 PyTree = Any
 
 _MOST_QUEUED = 64 << 20  # bytes of contributions that may wait for the disk
-_MICROSECOND = 1e-6  # s, the precision of a tape
 # Nobody reads notices about simulated workers.
 _NO_NOTICES = Thresholds(
     **dict.fromkeys(
@@ -77,7 +76,7 @@ class _Change(NamedTuple):
     at: int  # time, ns
     worker: str
     session: int
-    event: SessionEvent  # FAILED when the lease ends
+    event: SessionEvent | None  # None when the lease of one that failed ends
 
 
 class Recording:
@@ -135,7 +134,13 @@ class Recording:
     def _settle(self, rows: list[int], submissions: list[Submission]) -> None:
         """Settle messages that are applied, dropped or rejected together."""
         planned, first = self._planned, rows[0]
-        self._change(int(planned.settled[first]), int(planned.workers[first]))
+        workers = int(planned.workers[first])
+        self._change(int(planned.settled[first]), workers)
+        if (registered := len(self._core.ledger.registered())) != workers:
+            raise errors.SimulationError(
+                f"after {planned.settled[first] / 1e9:g} s the schedule has {workers} "
+                f"registered workers, and the center {registered}"
+            )
         names = [planned.names[planned.worker[row]] for row in rows]
         for row, name, submission in zip(rows, names, submissions, strict=True):
             # Programs may overwrite the arrays before they are on disk.
@@ -191,23 +196,23 @@ class Recording:
         registered = self._core.ledger.registered()
         while self._changes:
             at = self._changes[0].at
-            if at > until or (at == until and len(registered) == workers):
+            # A lease is over a nanosecond later than a message may already find it.
+            if at > until + 1 or (at >= until and len(registered) == workers):
                 break
             self._make_change(self._changes.popleft())
 
     def _make_change(self, change: _Change) -> None:
         name, core = change.worker, self._core
-        self._now = now = change.at / 1e9
+        self._now = change.at / 1e9
         if change.event is SessionEvent.JOINED:
             session_id = str(change.session)
             self._sessions[name] = core.join(name, session_id, replace=True)
         elif change.event is SessionEvent.LEFT:
             self._sessions.pop(name).leave()
+        elif change.event is SessionEvent.FAILED:
+            self._sessions[name].disconnect()
         else:
-            # Its connection was lost when it failed, as long ago as a lease lasts.
-            self._now = now - core.ledger.limits.lease - _MICROSECOND
-            self._sessions.pop(name).disconnect()
-            self._now = now
+            self._sessions.pop(name)
             core.heartbeat(())
 
 
@@ -225,15 +230,14 @@ def _changes(planned: Schedule) -> list[_Change]:
     failed: dict[str, _Change] = {}  # and has not joined again
     for at, worker, session, event in rows:
         change = _Change(at, planned.names[worker], session, SessionEvent(event))
-        if change.event is SessionEvent.FAILED:
-            failed[change.worker] = change._replace(at=at + lease)
-            continue
         if change.event is SessionEvent.STARTED:
             continue
         found.append(change)
         end = failed.pop(change.worker, None)
         if end is not None and end.at < at:
             found.append(end)
+        if change.event is SessionEvent.FAILED:
+            failed[change.worker] = change._replace(at=at + lease, event=None)
     return sorted([*found, *failed.values()], key=lambda change: change.at)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ def schedule_of(
     workers: Sequence[str] | None = None,
     limits: Limits | None = None,
     params: PyTree = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Schedule:
     """Return the recorded order of a run as a schedule, for `execute`.
 
@@ -49,8 +50,10 @@ def schedule_of(
       rule: the center's rule.
       workers: names of the workers, in the order of their numbers for ``data``; None
         for the order of their names, in which numbers are compared as numbers.
-      limits: limits of the center, which must be given if it rejected messages.
+      limits: limits of the center. They must be given if it rejected messages, or has
+        another lease than the default.
       params: parameters with the containers to use, see `Tape.replay`.
+      progress: called with the number of each record.
 
     Returns:
       The schedule. Transfers take no time: a message was sent when it arrived, and its
@@ -94,7 +97,7 @@ def schedule_of(
     center = tape.replay(rule, tape.snapshots[0].version, params=params).params
     sizes = rounds.exchange_bytes(rule, jax.eval_shape(lambda: center))
     has_limits, limits = limits is not None, limits or Limits(max_workers=None)
-    found = [*events_of(tape, limits.lease)]
+    found = [*events_of(tape, limits.lease, progress)]
     sent = [each for each in found if isinstance(each, Sent)]
     _check_sent(tape, sent, rule, has_limits=has_limits)
     _check_registered(tape, found)
@@ -281,13 +284,20 @@ def _session_columns(
 ) -> dict[str, np.ndarray]:
     """Return the begins and ends of sessions as arrays."""
     rows: list[tuple[int, int, int, int]] = []
+    joined: dict[str, int] = {}  # ns
     for change in changes:
         at, about = nanoseconds(change.at), (index[change.worker], change.session)
         if change.event is SessionEvent.FAILED:
             # Its lease ends at the very nanosecond of the tape.
             at = nanoseconds(change.at + lease) - nanoseconds(lease) - 1
+            if at < joined[change.worker]:
+                raise errors.InvalidArgumentError(
+                    f"worker {change.worker!r} was given up less than {lease:g} s "
+                    "after it joined: give limits= with the recorded center's lease"
+                )
         rows.append((at, *about, change.event))
         if change.event is SessionEvent.JOINED:
+            joined[change.worker] = at
             rows.append((at, *about, SessionEvent.STARTED))
     return dict(zip(SESSION_COLUMNS, np.array(rows, np.int64).T, strict=True))
 

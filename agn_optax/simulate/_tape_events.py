@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from agn_optax.simulate._events import SessionEvent
@@ -27,11 +27,14 @@ class Sent(NamedTuple):
 class Change(NamedTuple):
     """A change of the registered workers."""
 
-    at: float  # time, s
+    # Time, s. A worker that failed did so a lease before the center gave it up; or
+    # within a lease before it joined again: in the middle of the possible times.
+    at: float
     worker: str
     session: int
     event: SessionEvent
-    began: float = 0.0  # of the round that it ends, s; see `Sent`
+    began: float = math.nan  # of the round that it ends, s; see `Sent`
+    lost: float = math.nan  # time at which its connection broke, s; NaN if unknown
 
 
 @dataclasses.dataclass
@@ -40,29 +43,38 @@ class _Worker:
 
     session: int = 0
     session_id: str = ""
-    began: float = 0.0  # see `Sent`
+    began: float = math.nan  # see `Sent`
+    lost: float = math.nan  # see `Change`
     arrived: float = 0.0  # arrival of its last message, s
     is_registered: bool = False
     joined_version: int = 0
 
 
-def events_of(tape: Tape, lease: float) -> Iterator[Sent | Change]:
+def events_of(
+    tape: Tape, lease: float, progress: Callable[[int], None] | None
+) -> Iterator[Sent | Change]:
     """Yield messages, and changes of the registered workers, in their order.
 
-    A worker that failed is known only when the center gives it up, a lease after it
-    lost its connection; or when it joins again, at most a lease after that. Then the
-    middle of the possible times is taken.
+    Args:
+      tape: the tape.
+      lease: the lease, s.
+      progress: called with the number of each record.
     """
     workers: dict[str, _Worker] = {}
 
     def ended(name: str, event: SessionEvent, at: float) -> Change:
-        return Change(at, name, workers[name].session, event, workers[name].began)
+        worker = workers[name]
+        return Change(at, name, worker.session, event, worker.began, worker.lost)
 
     for event in tape.events(tape.begin):
         now = event.time
+        if progress is not None:
+            progress(event.number)
         for name in event.workers:
             worker = workers.setdefault(name, _Worker())
-            if event.kind == "leave":
+            if event.kind == "disconnect":
+                worker.lost = now
+            elif event.kind == "leave":
                 worker.is_registered = False
                 yield ended(name, SessionEvent.LEFT, now)
             elif event.kind == "expired":
@@ -71,13 +83,14 @@ def events_of(tape: Tape, lease: float) -> Iterator[Sent | Change]:
             elif event.kind == "join":
                 is_new = worker.session_id != event.session_ids[name]
                 if worker.is_registered and not is_new:
+                    worker.lost = math.nan
                     continue  # over another connection
                 if worker.is_registered:
-                    earliest = max(worker.began, now - lease)
+                    earliest = max(now - lease, worker.began)
                     yield ended(name, SessionEvent.FAILED, (earliest + now) / 2)
                 worker.session += is_new
                 worker.session_id = event.session_ids[name]
-                worker.began, worker.is_registered = now, True
+                worker.began, worker.lost, worker.is_registered = now, math.nan, True
                 worker.joined_version = event.version
                 yield Change(now, name, worker.session, SessionEvent.JOINED)
         for message in event.messages:
@@ -85,7 +98,6 @@ def events_of(tape: Tape, lease: float) -> Iterator[Sent | Change]:
             if not worker.session:  # it joined before the tape begins
                 worker.session, worker.is_registered = 1, True
                 worker.session_id = event.session_ids[message.worker]
-                worker.began = math.nan
             began = worker.arrived if message.late_steps else worker.began
             yield Sent(message, event, worker.session, began, worker.joined_version)
             worker.began, worker.arrived = now, message.arrived

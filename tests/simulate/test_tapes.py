@@ -301,6 +301,22 @@ def test_messages_that_cannot_be_made_again_are_rejected(sent, words, tmp_path):
         simulate.schedule_of(tape.read(tmp_path), RULE)
 
 
+def test_lease_of_a_tape_with_ended_leases_must_be_given(tmp_path):
+    planned = plan(period=PERIOD, exchanges=40)
+    journal = Journal(tmp_path / "run", keep="contributions")
+    found = execute(planned, params=problem.params(), durability=journal)
+    with pytest.raises(errors.InvalidArgumentError, match="given up less than 10 s"):
+        simulate.schedule_of(tape.read(tmp_path / "run"), RULE)
+    limits = Limits(max_workers=None, lease=1.0)
+    again = check_again(
+        tmp_path / "run", RULE, found.center, tmp_path / "again", limits=limits
+    )
+    failed = again.sessions["event"] == SessionEvent.FAILED
+    first, *others = sorted(again.sessions["time"][failed] / 1e9)
+    assert 0.2 <= first <= 1.2  # it joined again at 1.2 s
+    np.testing.assert_allclose(others, [1.5, 2.0], atol=1e-5)
+
+
 def test_rejection_while_local_steps_went_on_cannot_be_made_again(tmp_path):
     contribution = jax.tree.map(jnp.ones_like, problem.params())
     limits = Limits(messages=MessageLimits(steps=5))
@@ -335,7 +351,9 @@ def test_workers_of_a_tape_have_the_given_numbers(tmp_path):
     found = tape.read(tmp_path)
     names = ["worker-2", "worker-0", "other", "worker-1"]
     planned = simulate.schedule_of(found, RULE, workers=names)
-    plain = simulate.schedule_of(found, RULE)
+    seen = []
+    plain = simulate.schedule_of(found, RULE, progress=seen.append)
+    assert seen == [event.number for event in found.events()]
     given = {names.index(name): i for i, name in enumerate(plain.names)}
     assert [given[i] for i in planned.worker] == plain.worker.tolist()
     for wrong in (names[:2], [*names, "other"], "worker-0"):
