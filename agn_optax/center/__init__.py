@@ -25,6 +25,7 @@ from agn_optax.center._local import PackedCenter as PackedCenter
 from agn_optax.center._message_limits import MessageLimits
 from agn_optax.center._message_limits import Rejections as Rejections
 from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center._modes import Due as Due
 from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import release_arguments as release_arguments
@@ -38,6 +39,7 @@ from agn_optax.center._pieces import uncovered as uncovered
 from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session, WorkerSession
 from agn_optax.center._recent import Recent as Recent
+from agn_optax.center._runtime import Runtime as Runtime
 from agn_optax.center._settings import CenterSettings as CenterSettings
 from agn_optax.center._settings import check_combine as check_combine
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter

@@ -54,9 +54,10 @@ class Outcome(enum.IntEnum):
 class SessionEvent(enum.IntEnum):
     """The events of a worker's session."""
 
-    STARTED = 0
+    STARTED = 0  # the worker has the center
     FAILED = 1
     LEFT = 2
+    JOINED = 3  # the center knows the worker
 
 
 # Attributes of an enum are slow to read in Python 3.11.
@@ -303,6 +304,7 @@ class Simulation:
         worker.connections = [
             ledger.join(worker.name, session, now / 1e9) for ledger in self._ledgers
         ]
+        self._note(now, worker, SessionEvent.JOINED)
         self._before_barrier.append(worker)
         if all(ledger.is_open for ledger in self._ledgers):
             joined, self._before_barrier = self._before_barrier, []

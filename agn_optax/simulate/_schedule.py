@@ -81,6 +81,8 @@ class Schedule:
         each begin and end of a session.
       present: nanoseconds of each worker in sessions.
       busy: nanoseconds of each worker in local steps.
+      claimed_weight: weight that the worker claims for the message, NaN for none; None
+        if no worker claims one. Simulated workers claim none.
     """
 
     names: tuple[str, ...]
@@ -118,6 +120,7 @@ class Schedule:
     sessions: dict[str, np.ndarray]
     present: np.ndarray
     busy: np.ndarray
+    claimed_weight: np.ndarray | None = None
 
     def __len__(self) -> int:
         """The number of messages."""
@@ -393,14 +396,10 @@ def _result(
     events = np.frombuffer(simulation.sessions, np.int64)
     by_event = events.reshape(-1, len(SESSION_COLUMNS)).T.copy()
     sessions = dict(zip(SESSION_COLUMNS, by_event, strict=True))
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr((seed, names, sizes, simulation.now)).encode())
-    for column in (*rows.values(), *sessions.values()):
-        digest.update(column.tobytes())
     return Schedule(
         names=names,
         seed=seed,
-        digest=digest.hexdigest(),
+        digest=digest_of((seed, names, sizes, simulation.now), rows, sessions),
         duration=simulation.now / 1e9,
         events=simulation.events,
         **arguments,
@@ -411,3 +410,20 @@ def _result(
         busy=np.array([w.busy for w in simulation.workers], np.int64),
         **rows,
     )
+
+
+def digest_of(
+    about: Any, rows: dict[str, np.ndarray], sessions: dict[str, np.ndarray]
+) -> str:
+    """Return the digest of a schedule.
+
+    Args:
+      about: what the arrays do not say.
+      rows: the arrays of messages.
+      sessions: the arrays of the sessions' events.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(repr(about).encode())
+    for column in (*rows.values(), *sessions.values()):
+        digest.update(column.tobytes())
+    return digest.hexdigest()

@@ -28,6 +28,7 @@ class Message(NamedTuple):
     reported: Mapping[str, Any]  # what the worker reports, by name
     hash: str  # of the contribution; "" if it was not recorded
     is_kept: bool  # whether the contribution is on the tape
+    late_steps: int = 0  # of `steps`: made before the worker adopted its anchor
 
 
 class FailedJoin(NamedTuple):
@@ -156,4 +157,5 @@ def _message(about: Mapping[str, Any], content: Any, is_kept: bool) -> Message:
         "hash": "" if content is None else content.digest.hex(),
         "is_kept": content is not None and is_kept,
     }
-    return Message(**own, **{n: about[n] for n in Message._fields if n not in own})
+    # Tapes of earlier releases lack some fields.
+    return Message(**own, **{n: about[n] for n in Message._fields if n in about})

@@ -111,11 +111,13 @@ class ExchangeMachine:
       current: counts in the loop's arrays: ``committed`` with those of the call in
         progress, or of a call that raised and whose arrays are kept.
       message: counts of the message.
+      late: local steps that the loop had made since a message when its answer was
+        adopted, for the next message; 0 if the worker waited for the answer.
     """
 
     __slots__ = (  # a simulation has many machines
         *("overlap", "delay", "patience", "state", "exchanges", "completed"),
-        *("committed", "current", "message"),
+        *("committed", "current", "message", "late"),
         *("_call", "_before_call", "_round_began", "_raised", "_raised_was_used"),
     )
 
@@ -129,6 +131,7 @@ class ExchangeMachine:
         self.exchanges = 0
         self.completed = 0
         self.committed = self.current = self.message = _NO_COUNTS
+        self.late = 0
         self._call = ""  # name of the call in progress; "" if it counts nothing
         self._before_call = _NO_COUNTS  # `current` before that call
         self._round_began = False  # whether a round began in that call
@@ -138,7 +141,12 @@ class ExchangeMachine:
         self._raised_was_used = False
 
     def start(
-        self, *, completed: int = 0, exchanges: int | None = None, counts: Counts
+        self,
+        *,
+        completed: int = 0,
+        exchanges: int | None = None,
+        counts: Counts,
+        late: int = 0,
     ) -> None:
         """Begin a session, or resume one with ``completed`` exchanges."""
         self._move("start")
@@ -146,6 +154,7 @@ class ExchangeMachine:
             self.exchanges = exchanges
         self.completed = completed
         self.committed = self.current = counts
+        self.late = late
         self._call = self._raised = ""
 
     def leave(self) -> None:
@@ -217,6 +226,7 @@ class ExchangeMachine:
         self._move("adopt")
         self.completed += 1
         self.exchanges += 1
+        self.late = 0 if begins else self.current.steps
         if begins:
             self._begin_round()
 
