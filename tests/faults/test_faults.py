@@ -114,7 +114,7 @@ MUTANTS = [
     (
         _ledger,
         "count = self._at_round.get(rounds, 0) + change",
-        "(self._at_round.get(rounds, 0) - change)",
+        "(1)",
     ),
     (_ledger, "del self.pending[worker]", "pass"),
     (_core, "self._core._wait_until_kept(kept.recorded)", "pass"),
