@@ -6,6 +6,7 @@ for its norm. `execute` follows a schedule that exists.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import MessageLimits, Rejections, Submission
+from agn_optax.center import Journal, MessageLimits, Rejections, Submission
 from agn_optax.round import DynamicPeriod, Fragments, steps
 from agn_optax.rules import Rule, check_rule
 from agn_optax.simulate._cluster import Cluster
 from agn_optax.simulate._events import Outcome, Settings
 from agn_optax.simulate._execution import Evaluation, Execution
+from agn_optax.simulate._recording import Recording, check_journal
 from agn_optax.simulate._rounds import Rounds, rounds_of
 from agn_optax.simulate._schedule import Schedule, simulate
 from agn_optax.simulate._traces import Traces
@@ -45,6 +47,7 @@ def run(
     evaluate: Callable[[PyTree], Any] | None = None,
     every: int = 100,
     target: float | None = None,
+    durability: Journal | None = None,
     progress: Callable[[float], object] | None = None,
     **settings: Any,
 ) -> Traces:
@@ -67,6 +70,8 @@ def run(
       evaluate: see `execute`.
       every: see `execute`.
       target: see `execute`.
+      durability: see `execute`, which then computes the run once more, because a tape
+        is written from its whole schedule. Not with fragments.
       progress: function that is called from time to time with the fraction done.
       **settings: the other arguments of `schedule`.
 
@@ -100,6 +105,13 @@ def run(
     check_rule(rule)
     check.float_leaves(params, "params")
     fragments: Fragments | None = settings.get("fragments")
+    if durability is not None:
+        check_journal(durability)
+        if fragments is not None:
+            raise errors.InvalidArgumentError(
+                "a simulated run with fragments cannot be written as a tape: give "
+                "either fragments= or durability="
+            )
     evaluation = _evaluation(evaluate, every, target)
     found: list[tuple[Execution, int]] = []
 
@@ -134,6 +146,20 @@ def run(
         progress=progress,
         **settings,
     )
+    if durability is not None:
+        return execute(
+            planned,
+            inner,
+            loss,
+            data,
+            params,
+            exact=exact,
+            evaluate=evaluate,
+            every=every,
+            target=target,
+            durability=durability,
+            progress=progress,
+        )
     execution, samples = found[0]
     return execution.traces(planned, samples)
 
@@ -150,6 +176,7 @@ def execute(
     every: int = 100,
     target: float | None = None,
     width: int | None = None,
+    durability: Journal | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Traces:
     """Execute a schedule: make its messages, and apply them to a center in its order.
@@ -186,6 +213,11 @@ def execute(
       target: value of ``evaluate`` at or below which the execution ends.
       width: number of workers whose messages are made together; None for a number that
         suits their size. Results depend on it, to rounding.
+      durability: `agn_optax.center.Journal` with a new directory, to which the run is
+        written as a real center would have written it, with the times of the virtual
+        clock; each message reports its ``loss``. At the end all workers leave. The
+        directory has a tape, and a real center that goes on from it. None writes
+        nothing.
       progress: function that is called from time to time with the fraction done.
 
     Returns:
@@ -197,6 +229,7 @@ def execute(
         range, or there is not enough memory.
       TreeMismatchError: ``params`` are not real floating arrays.
       SimulationError: a message would be rejected.
+      DurabilityError, CenterClosedError: the directory cannot be written.
     """
     check.instance(planned, Schedule, "planned must be the result of schedule(...)")
     rule = planned.rule
@@ -228,7 +261,12 @@ def execute(
         is_uniform=not in_background and len(np.unique(settled)) <= 1,
         width=width,
     )
-    _follow(planned, execution, progress)
+    if durability is None:
+        _follow(planned, execution, progress)
+    else:
+        with Recording(planned, params, durability) as recording:
+            execution.record(recording)
+            recording.finish(_follow(planned, execution, progress))
     return execution.traces(planned, samples)
 
 
@@ -267,28 +305,36 @@ def _rounds(
 
 def _follow(
     planned: Schedule, execution: Execution, progress: Callable[[float], object] | None
-) -> None:
-    """Let all happen that a schedule says."""
+) -> int:
+    """Let all happen that a schedule says, and return the time of its end, ns."""
     rows = _settled_rows(planned)
     sessions = _Sessions(planned, rows)
     limits = planned.limits.messages or MessageLimits()
     rejections = Rejections(limits)
     (store,) = execution.stores
     rejections.max_norm = store.max_norm
-    done = 0
+    done, weights = 0, planned.claimed_weight
     sessions.start(execution, done)
     for group in _groups(rows):
         for message in group if limits.measures else ():
             if message.outcome is Outcome.APPLIED:
                 _check(planned, rejections, message, execution.norm(message))
         rejections.add_norms([m.norm for m in group if m.outcome is Outcome.APPLIED])
-        execution.settle(group)
+        claimed = (
+            None if weights is None else [_known(weights[m.number]) for m in group]
+        )
+        execution.settle(group, claimed)
         if execution.has_ended:
-            return
+            return int(planned.settled[group[-1].number])
         done += len(group)
         sessions.start(execution, done)
         if done % _PROGRESS < len(group) and progress is not None:
             progress(done / len(rows))
+    return round(planned.duration * 1e9)
+
+
+def _known(number: float) -> float | None:
+    return None if math.isnan(number) else float(number)
 
 
 def _settled_rows(planned: Schedule) -> list[Any]:

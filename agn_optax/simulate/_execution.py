@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from agn_optax._internal import trees
 from agn_optax.center import Store, Submission, Version
 from agn_optax.round import Fragments, parts
 from agn_optax.simulate._events import Outcome
+from agn_optax.simulate._recording import Recording
 from agn_optax.simulate._rounds import (
     Batches,
     Begin,
@@ -185,6 +187,11 @@ class Execution:
         self._evaluations: list[tuple[int, int, Any]] = []  # row, version and value
         self._losses: dict[int, Any] = {}  # by row, in the order of the center
         self.has_ended = False
+        self._recording: Recording | None = None
+
+    def record(self, recording: Recording) -> None:
+        """Let a real center, which writes a tape, apply the messages."""
+        self._recording, self.stores = recording, [recording.store]
 
     # What workers do.
 
@@ -261,31 +268,41 @@ class Execution:
             )
         return float(norm)
 
-    def settle(self, messages: Sequence[SettledMessage]) -> None:
+    def settle(
+        self,
+        messages: Sequence[SettledMessage],
+        claimed: Sequence[float | None] | None = None,
+    ) -> None:
         """Apply, drop or reject messages of one fragment, which nothing lies between.
 
         Args:
           messages: the messages, with their outcomes.
+          claimed: the weights that they claim; None if none does.
         """
         store = self.stores[messages[0].fragment]
         before, submissions = store.current, []
-        applied = [m for m in messages if m.outcome is Outcome.APPLIED]
-        for message in messages:
+        for i, message in enumerate(messages):
             worker, f = self._workers[message.worker], message.fragment
             made = self._make(worker, f, message.sequence)
             self._losses[message.number] = made.loss
-            if message.outcome is Outcome.APPLIED:
-                submissions.append(
-                    Submission(
-                        message.sequence,
-                        store.place(made.contribution),
-                        message.anchor_version,
-                        message.steps,
-                    )
+            submissions.append(
+                Submission(
+                    message.sequence,
+                    store.place(made.contribution),
+                    message.anchor_version,
+                    message.steps,
+                    None if claimed is None else claimed[i],
+                    {"loss": made.loss},
                 )
-        if applied:
+            )
+        are_applied = [message.outcome is Outcome.APPLIED for message in messages]
+        applied = [*itertools.compress(messages, are_applied)]
+        if self._recording is not None:
+            rows = [message.number for message in messages]
+            self._recording.settle(rows, submissions)
+        elif applied:
             store.apply(
-                submissions,
+                [*itertools.compress(submissions, are_applied)],
                 [message.staleness for message in applied],
                 [message.weight for message in applied] if self._combines else None,
                 applied[0].workers,
