@@ -246,6 +246,8 @@ def test_failed_worker_holds_a_round_until_its_lease_ends():
     assert seconds_of(found.settled)[:2] == pytest.approx([3.55, 4.55])
     assert found.workers.tolist()[:2] == [1, 1]
     assert found.sessions["event"].tolist() == [
+        SessionEvent.JOINED,
+        SessionEvent.JOINED,
         SessionEvent.STARTED,
         SessionEvent.STARTED,
         SessionEvent.FAILED,
