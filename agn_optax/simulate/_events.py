@@ -14,6 +14,7 @@ Modes, leases, staleness and paces are those of `agn_optax.center`, and rounds t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import heapq
@@ -22,7 +23,7 @@ import math
 import operator
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from agn_optax import errors
 from agn_optax.center import Batch, Ledger, Mode, Submission
@@ -35,8 +36,13 @@ from agn_optax.worker import Counts, ExchangeMachine, State, due_fragments
 _JOIN, _STARTED, _MOVED, _ARRIVED, _SERVED = range(5)
 _DUE, _ANSWERED, _STEPS, _LEFT, _FAILED = range(5, 10)
 _PROGRESS = 1 << 14  # events between two reports of progress
+_PROGRESS_WITH_NUMBERS = 1 << 9  # the same if messages are computed
 # Failures of a worker without an exchange of any worker after which there is no hope.
 _HOPELESS = 1000
+
+
+class TargetReached(Exception):  # noqa: N818 no error
+    """The center has reached its target, at which the simulation ends."""
 
 
 class Outcome(enum.IntEnum):
@@ -70,6 +76,7 @@ class Message:
     outcome = Outcome.OPEN
     weight = 1.0
     pace: float | None = None
+    claimed_weight: float | None = None
 
     def __init__(self, number: int, worker: _Worker, fragment: int, now: int) -> None:
         machine = worker.machines[fragment]
@@ -128,6 +135,36 @@ class _Worker:
     busy: int = 0  # ns in local steps
 
 
+class Numbers(Protocol):
+    """The numbers of messages, computed while the simulation goes on: `Execution`."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the simulation ends here."""
+
+    def start(self, index: int, session: int) -> None:
+        """Give the center to a worker whose session begins."""
+
+    def send(
+        self, index: int, fragment: int, sequence: int, steps: int, *, background: bool
+    ) -> None:
+        """Let a worker send a message after some local steps."""
+
+    def adopt(
+        self, index: int, fragment: int, steps_since: int, *, late: bool, resets: bool
+    ) -> None:
+        """Let a worker adopt the answer to its last message."""
+
+    def note(self, at: int, index: int, session: int, event: SessionEvent) -> None:
+        """Take a change of a session."""
+
+    def norm(self, message: Message) -> float | None:
+        """Return the norm of a message that has arrived."""
+
+    def settle(self, messages: Sequence[Message]) -> None:
+        """Apply, drop or reject messages."""
+
+
 @dataclasses.dataclass(eq=False)
 class Settings:
     """The arguments of a simulation, checked."""
@@ -146,6 +183,7 @@ class Settings:
     seconds: float | None
     most_rows: int
     progress: Callable[[float], object] | None
+    numbers: Numbers | None = None  # computes the messages, too
 
 
 class Simulation:
@@ -163,7 +201,7 @@ class Simulation:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._ledgers, self._lengths = settings.ledgers, settings.lengths
-        self._dynamic = settings.dynamic
+        self._dynamic, self._execution = settings.dynamic, settings.numbers
         self.rows, self.weights = array("q"), array("d")
         self.sessions = array("q")
         self.now = self.settled = self.events = 0
@@ -228,6 +266,14 @@ class Simulation:
         Raises:
           SimulationError: the end cannot be reached.
         """
+        with contextlib.suppress(TargetReached):
+            self._run()
+        for worker in self.workers:
+            self._count_presence(worker)
+            for message in filter(None, worker.messages):
+                self._keep(message)
+
+    def _run(self) -> None:
         settings = self._settings
         handlers: list[Callable[..., None]] = [
             *(self._join, self._started, self._moved, self._arrived, self._served),
@@ -237,6 +283,7 @@ class Simulation:
         end = math.inf if seconds is None else nanoseconds(seconds)
         most = math.inf if exchanges is None else exchanges
         heap, pop = self._heap, heapq.heappop
+        progress = _PROGRESS_WITH_NUMBERS if self._execution else _PROGRESS
         while heap and self.settled < most:
             now, kind, index, number, data = pop(heap)
             if now > end:
@@ -245,7 +292,7 @@ class Simulation:
             self.now = now
             handlers[kind](now, index, number, data)
             self.events += 1
-            if not self.events % _PROGRESS:
+            if not self.events % progress:
                 self._report(now / end, self.settled / most)
         else:
             if seconds is not None and self.settled < most:
@@ -256,10 +303,6 @@ class Simulation:
                 f"{self.settled} of {exchanges} exchanges nothing more can happen. "
                 f"{self._why()}"
             )
-        for worker in self.workers:
-            self._count_presence(worker)
-            for message in filter(None, worker.messages):
-                self._keep(message)
 
     def _why(self) -> str:
         waiting = sum(len(ledger.pending) for ledger in self._ledgers)
@@ -306,6 +349,8 @@ class Simulation:
     def _pull(self, now: int, worker: _Worker) -> None:
         """Send the center to a worker that starts."""
         worker.anchors = [ledger.version for ledger in self._ledgers]
+        if self._execution is not None:
+            self._execution.start(worker.index, worker.session)
         size = sum(answer for _, answer in self._settings.sizes)
         self._transfer(self._outward, now, worker, size, _STARTED, worker.session)
 
@@ -335,6 +380,8 @@ class Simulation:
 
     def _note(self, now: int, worker: _Worker, event: SessionEvent) -> None:
         self.sessions.extend((now, worker.index, worker.session, event))
+        if self._execution is not None:
+            self._execution.note(now, worker.index, worker.session, event)
 
     def _left(self, now: int, index: int, number: int, data: Any) -> None:
         worker = self.workers[index]
@@ -422,7 +469,38 @@ class Simulation:
             ]
         )
         worker.at = now
-        self._call_at(now + max(1, left) * worker.step, worker)
+        left = max(1, left)
+        self._call_at(now + left * worker.step, worker)
+        if self._execution is not None:
+            self._foresee(worker, left)
+
+    def _foresee(self, worker: _Worker, left: int) -> None:
+        """Report the message of the next call, if no answer can change it.
+
+        All messages that are foreseen can be computed together.
+        """
+        due = None
+        count = len(worker.machines)
+        for f in (*range(worker.turn, count), *range(worker.turn)):
+            machine, length = worker.machines[f], self._length(worker, f)
+            steps = machine.steps_left(length, is_answered=machine.in_flight)
+            if steps <= left:
+                if machine.in_flight:
+                    return
+                due = f if due is None else due
+        if due is not None:
+            self._report_send(worker, due, worker.machines[due].current.steps + left)
+
+    def _report_send(self, worker: _Worker, f: int, steps: int) -> None:
+        assert self._execution is not None
+        machine = worker.machines[f]
+        self._execution.send(
+            worker.index,
+            f,
+            machine.number,
+            steps,
+            background=machine.sends_in_background,
+        )
 
     def _call_at(self, at: int, worker: _Worker) -> None:
         worker.token = token = next(self._numbers)
@@ -490,6 +568,8 @@ class Simulation:
             self._keep(last)
         message = worker.messages[f] = Message(self._sent, worker, f, now)
         self._sent += 1
+        if self._execution is not None:
+            self._report_send(worker, f, message.steps)
         worker.began[f] = now
         worker.step = next(worker.draws)  # of the next round
         size = self._settings.sizes[f][0]
@@ -506,6 +586,14 @@ class Simulation:
         if message.pace is not None:
             worker.pace = message.pace
         worker.anchors[f] = message.answer_version
+        if self._execution is not None:
+            self._execution.adopt(
+                worker.index,
+                f,
+                message.steps_since,
+                late=machine.in_flight,
+                resets=message.outcome is Outcome.REJECTED,
+            )
         machine.adopt(resets=message.outcome is Outcome.REJECTED)
         worker.messages[f] = None
         self._keep(message)
@@ -584,8 +672,11 @@ class Simulation:
             message.sequence, None, message.anchor_version, message.steps
         )
         session = str(message.session)
+        norm = None
+        if self._execution is not None and self._ledgers[f].rejections.limits.measures:
+            norm = self._execution.norm(message)
         try:
-            self._ledgers[f].submit(worker.name, session, submission, now / 1e9)
+            self._ledgers[f].submit(worker.name, session, submission, now / 1e9, norm)
         except errors.WorkerStateError:  # its session has ended meanwhile
             _lose(message)
         self._decide(now, f)
@@ -625,10 +716,12 @@ class Simulation:
         settings = self._settings
         answer_bytes = settings.sizes[f][1]
         self._failures = 0
+        settled = []
         for i, entry in enumerate(batch.entries):
             worker = self.workers[self._index[entry.worker]]
             message, rejection = worker.messages[f], batch.rejected.get(entry.worker)
             assert message is not None
+            settled.append(message)
             message.settled = now
             message.staleness = batch.staleness[i]
             message.workers = batch.workers
@@ -655,6 +748,10 @@ class Simulation:
             if settings.dynamic is not None:
                 message.pace = ledger.pace(entry.worker)
             self._transfer(self._outward, now, worker, answer_bytes, _ANSWERED, message)
+        if self._execution is not None:
+            self._execution.settle(settled)
+            if self._execution.has_ended:
+                raise TargetReached
 
 
 def _lose(message: Message | None) -> None:

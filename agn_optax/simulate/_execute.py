@@ -1,17 +1,16 @@
-"""The numbers of a schedule: its messages computed, and applied to a center in order.
+"""The runs of simulated workers: schedules whose messages are computed.
 
-The schedule says what every message is made of: the version that its worker has adopted
-before, its local steps, and how it counts. So a message is made only when the center
-needs it, and together with all others that could be made then.
+`run` lets the clock and the numbers go on together, because a message may be rejected
+for its norm. `execute` follows a schedule that exists.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,29 +18,21 @@ import numpy as np
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
-from agn_optax.center import (
-    Journal,
-    MessageLimits,
-    Rejections,
-    Store,
-    Submission,
-    Version,
-)
-from agn_optax.round import steps
+from agn_optax._internal import check
+from agn_optax.center import Journal, MessageLimits, Rejections, Submission
+from agn_optax.round import DynamicPeriod, Fragments, steps
+from agn_optax.rules import Rule, check_rule
 from agn_optax.simulate._cluster import Cluster
-from agn_optax.simulate._events import Outcome
-from agn_optax.simulate._recording import Recording
-from agn_optax.simulate._rounds import (
-    Batches,
-    Begin,
-    Kind,
-    Made,
-    OneByOne,
-    Plan,
-    Rounds,
+from agn_optax.simulate._events import (
+    SESSION_COLUMNS,
+    Outcome,
+    SessionEvent,
+    Settings,
 )
-from agn_optax.simulate._schedule import Schedule, schedule
+from agn_optax.simulate._execution import Evaluation, Execution
+from agn_optax.simulate._recording import Recording
+from agn_optax.simulate._rounds import Rounds, rounds_of
+from agn_optax.simulate._schedule import Schedule, simulate
 from agn_optax.simulate._traces import Traces
 
 PyTree = Any
@@ -66,7 +57,11 @@ def run(
     progress: Callable[[float], object] | None = None,
     **settings: Any,
 ) -> Traces:
-    """Simulate an asynchronous run: `schedule`, then `execute`.
+    """Simulate an asynchronous run with its numbers.
+
+    Events and numbers go on together: the center gets the norm of each message when it
+    arrives, and rejects it as a real center would. Without rejections, the schedule is
+    that of `schedule`, and the results are those of its execution.
 
     Args:
       rule: the rule.
@@ -81,9 +76,8 @@ def run(
       evaluate: see `execute`.
       every: see `execute`.
       target: see `execute`.
-      durability: see `execute`.
-      progress: function that is called from time to time with the fraction done, first
-        of the schedule, then of its execution.
+      durability: see `execute`; without ``fragments``.
+      progress: function that is called from time to time with the fraction done.
       **settings: the other arguments of `schedule`.
 
     Returns:
@@ -113,28 +107,62 @@ def run(
       >>> len(found), bool(found.loss[-10:].mean() < found.loss[:10].mean())
       (100, True)
     """
-    planned = schedule(
-        cluster,
-        period=period,
-        rule=rule,
-        params=params,
-        seed=seed,
-        progress=progress,
-        **settings,
-    )
-    return execute(
-        planned,
-        inner,
-        loss,
-        data,
-        params,
-        exact=exact,
-        evaluate=evaluate,
-        every=every,
-        target=target,
-        durability=durability,
-        progress=progress,
-    )
+    check_rule(rule)
+    check.float_leaves(params, "params")
+    fragments: Fragments | None = settings.get("fragments")
+    if durability is not None and fragments is not None:
+        raise errors.InvalidArgumentError(
+            "durability= needs workers without fragments, each of which would have a "
+            f"center and a journal of its own, got {fragments}"
+        )
+    evaluation = _evaluation(evaluate, every, target)
+    found: list[tuple[Execution, Recording | None, int]] = []
+    stack = contextlib.ExitStack()
+
+    def execution_of(settings: Settings) -> Execution:
+        in_background = bool(settings.overlap or settings.delay)
+        is_constant = not callable(period) and not isinstance(period, DynamicPeriod)
+        rounds, samples = _rounds(
+            rule, inner, loss, data, params, fragments, in_background
+        )
+        (ledger, *_), recording = settings.ledgers, None
+        combines, names = ledger.mode.combines, cluster.names
+        if durability is not None:
+            recording = Recording(
+                durability, rule, params, names, ledger.limits, combines=combines
+            )
+            stack.callback(recording.close)
+        execution = Execution(
+            rounds,
+            params,
+            len(names),
+            fragments=fragments,
+            combines=combines,
+            evaluation=evaluation,
+            exact=exact,
+            is_uniform=is_constant and fragments is None and not in_background,
+            recording=recording,
+        )
+        for ledger, store in zip(settings.ledgers, execution.stores, strict=True):
+            ledger.rejections.max_norm = store.max_norm
+        found.append((execution, recording, samples))
+        return execution
+
+    with stack:
+        planned = simulate(
+            execution_of,
+            cluster,
+            period=period,
+            rule=rule,
+            params=params,
+            seed=seed,
+            progress=progress,
+            **settings,
+        )
+        execution, recording, samples = found[0]
+        if recording is not None:
+            recording.finish(round(planned.duration * 1e9))
+    return execution.traces(planned, samples)
 
 
 def execute(
@@ -158,9 +186,14 @@ def execute(
     messages that can be made when the center needs one are made together, by one
     program for a fixed number of workers; with ``exact``, one after another.
 
-    A schedule does not know the numbers. If a message would be rejected for its norm,
-    as by default one that is not finite, the execution ends with an error: what follows
-    a rejection is not simulated. With a ``target`` the execution ends at a loss.
+    The programs are kept for later executions with the same rule, optimizer, loss and
+    data, so that a sweep of many runs compiles them once. Another seed or number of
+    exchanges changes no program, nor does another number of workers with the same
+    width.
+
+    A schedule without numbers has no message that was rejected for its norm. If one
+    would be, as by default one that is not finite, the execution ends with an error:
+    `run` simulates what follows. With a ``target`` the execution ends at a loss.
 
     Args:
       planned: the schedule, made with a ``rule`` and without fragments.
@@ -200,33 +233,73 @@ def execute(
       DurabilityError, CenterClosedError: the directory cannot be written.
     """
     check.instance(planned, Schedule, "planned must be the result of schedule(...)")
-    if planned.rule is None or len(planned.message_bytes) > 1:
-        found = "fragments" if planned.rule else "rule=None"
+    rule = planned.rule
+    if rule is None or len(planned.message_bytes) > 1:
+        found = "fragments" if rule else "rule=None"
         raise errors.InvalidArgumentError(
             "only schedules with a rule and without fragments can be executed; this "
-            f"one was made with {found}"
+            f"one was made with {found}. Workers with fragments are simulated by run()"
         )
-    inner = check.optimizer(inner, "inner")
     check.float_leaves(params, "params")
-    check.positive_int(every, "every")
     check.whole_number(width, "width", least=1)
-    nbytes = steps.exchange_bytes(planned.rule, jax.eval_shape(lambda: params))
+    nbytes = steps.exchange_bytes(rule, jax.eval_shape(lambda: params))
     if planned.message_bytes[0] not in (0, nbytes[0]):
         raise errors.InvalidArgumentError(
             "params must be those of the schedule, with messages of "
             f"{planned.message_bytes[0]} bytes; these have {nbytes[0]} bytes"
         )
+    evaluation = _evaluation(evaluate, every, target)
+    in_background = bool(np.any(planned.in_background))
+    rounds, samples = _rounds(rule, inner, loss, data, params, None, in_background)
+    settled = planned.steps[planned.order >= 0]
+    names, combines = planned.names, planned.combines
+    with contextlib.ExitStack() as stack:
+        recording = None
+        if durability is not None:
+            recording = Recording(
+                durability, rule, params, names, planned.limits, combines=combines
+            )
+            stack.callback(recording.close)
+        execution = Execution(
+            rounds,
+            params,
+            len(names),
+            combines=combines,
+            evaluation=evaluation,
+            exact=exact,
+            is_uniform=not in_background and len(np.unique(settled)) <= 1,
+            width=width,
+            recording=recording,
+        )
+        _follow(planned, execution, progress)
+        if recording is not None:
+            at_target = execution.has_ended
+            recording.finish(None if at_target else round(planned.duration * 1e9))
+    return execution.traces(planned, samples)
+
+
+def _evaluation(
+    evaluate: Callable[[PyTree], Any] | None, every: int, target: float | None
+) -> Evaluation:
+    check.positive_int(every, "every")
     if target is not None and evaluate is None:
         raise errors.InvalidArgumentError("target needs evaluate=, got None")
-    params = trees.copy(params)
-    rounds = Rounds(
-        planned.rule,
-        inner,
-        loss,
-        data,
-        params,
-        overlap=bool(np.any(planned.in_background)),
-        keeps_contribution=bool(np.any(planned.outcome == Outcome.REJECTED)),
+    return Evaluation(evaluate, every, target)
+
+
+def _rounds(
+    rule: Rule,
+    inner: optax.GradientTransformation,
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    data: Callable[[Any, Any], PyTree],
+    params: PyTree,
+    fragments: Fragments | None,
+    in_background: bool,
+) -> tuple[Rounds, int]:
+    """Return the rounds of the workers, and the number of samples of a batch."""
+    check.optimizer(inner, "inner")
+    rounds = rounds_of(
+        rule, inner, loss, data, fragments=fragments, in_background=in_background
     )
     batch = rounds.batch_like()
     shape = jax.eval_shape(loss, params, batch).shape
@@ -235,281 +308,136 @@ def execute(
             f"loss must return a scalar, got an array of shape {shape}"
         )
     sizes = [leaf.shape[:1] for leaf in jax.tree.leaves(batch)]
-    execution = _Execution(planned, rounds, params)
-    execution.makes(exact=exact, width=width)
-    if durability is None:
-        execution.run(evaluate, every, target, progress)
-    else:
-        recording = execution.record(durability)
-        try:
-            execution.run(evaluate, every, target, progress)
-            recording.finish(execution.end)
-        finally:
-            recording.close()
-    return execution.traces(samples=sizes[0][0] if sizes and sizes[0] else 1)
+    return rounds, sizes[0][0] if sizes and sizes[0] else 1
 
 
-class _Execution:
-    """One execution of a schedule.
+def _follow(
+    planned: Schedule, execution: Execution, progress: Callable[[float], object] | None
+) -> None:
+    """Let all happen that a schedule says."""
+    rows = _settled_rows(planned)
+    sessions = _Sessions(planned, rows)
+    limits = planned.limits.messages or MessageLimits()
+    rejections = Rejections(limits)
+    (store,) = execution.stores
+    rejections.max_norm = store.max_norm
+    done = 0
+    changes = [planned.sessions[name].tolist() for name in SESSION_COLUMNS]
+    for at, worker, session, event in zip(*changes, strict=True):
+        execution.note(at, worker, session, SessionEvent(event))
+    sessions.start(execution, done)
+    for group in _groups(rows):
+        for message in group if limits.measures else ():
+            if message.outcome is Outcome.APPLIED:
+                _check(planned, rejections, message, execution.norm(message))
+        rejections.add_norms([m.norm for m in group if m.outcome is Outcome.APPLIED])
+        execution.settle(group)
+        if execution.has_ended:
+            return
+        done += len(group)
+        sessions.start(execution, done)
+        if done % _PROGRESS < len(group) and progress is not None:
+            progress(done / len(rows))
+
+
+def _settled_rows(planned: Schedule) -> list[Any]:
+    """Return the settled messages with their columns, in the order of the center."""
+    (rows,) = np.nonzero(planned.order >= 0)
+    rows = rows[np.argsort(planned.order[rows])]
+    names = [
+        *("worker", "fragment", "session", "sequence", "steps", "anchor_version"),
+        *("version", "answer_version", "staleness", "workers", "steps_since"),
+        *("in_background", "outcome", "weight", "arrived", "settled"),
+    ]
+    columns = [getattr(planned, name)[rows].tolist() for name in names]
+    messages = []
+    for number, *values in zip(rows.tolist(), *columns, strict=True):
+        message = SimpleNamespace(**dict(zip(names, values, strict=True)))
+        message.number, message.norm = number, None
+        message.outcome = Outcome(message.outcome)
+        message.claimed_weight = None
+        if planned.claimed_weight is not None:
+            weight = float(planned.claimed_weight[message.number])
+            message.claimed_weight = None if math.isnan(weight) else weight
+        messages.append(message)
+    return messages
+
+
+def _groups(messages: list[Any]) -> Iterator[list[Any]]:
+    """Yield the messages that are settled by one version, or while it is current."""
+    group, workers, last = list[Any](), set[int](), -1
+    for message in messages:
+        made = message.version
+        version = made if made >= 0 else message.answer_version
+        if group and (version != last or message.worker in workers):
+            yield group
+            group, workers = [], set()
+        last = version
+        group.append(message)
+        workers.add(message.worker)
+    if group:
+        yield group
+
+
+class _Sessions:
+    """The sessions of a schedule, each of which starts when the center is ready for it.
 
     Args:
       planned: the schedule.
-      rounds: the rounds of its workers.
-      params: the first parameters.
+      messages: its settled messages.
     """
 
-    def __init__(self, planned: Schedule, rounds: Rounds, params: PyTree) -> None:
-        assert planned.rule is not None
-        self._planned, self._rounds, self._params = planned, rounds, params
-        self._store = Store(planned.rule, params)
-        self._rejections = Rejections(planned.limits.messages or MessageLimits())
-        self._rejections.max_norm = self._store.max_norm
-        (settled,) = np.nonzero(planned.order >= 0)
-        self._rows = settled[np.argsort(planned.order[settled])]  # of messages
-        self._loss = np.zeros(len(planned), np.float32)
-        self._evaluations: list[tuple[int, int, Any]] = []  # row, version and value
-        self._centers: dict[int, PyTree] = {}  # that a row's worker adopts
-        self._made: dict[int, Made] = {}
-        self._done = 0
-        self._recording: Recording | None = None
-        self._plan()
+    def __init__(self, planned: Schedule, messages: list[Any]) -> None:
+        by_session: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        ends: dict[int, int] = {}  # worker -> messages settled with its last one
+        # By first version: the messages of a session, and the number of messages that
+        # are settled before it starts.
+        self._waiting: dict[int, list[tuple[int, list[Any]]]] = defaultdict(list)
+        for count, message in enumerate(messages, 1):
+            session = by_session[message.worker, message.session]
+            if not session:
+                after = ends.get(message.worker, 0)
+                self._waiting[message.anchor_version].append((after, session))
+            session.append(message)
+            ends[message.worker] = count
 
-    def _plan(self) -> None:
-        """Plan the rounds of all messages that are settled."""
-        planned = self._planned
-        self._next: dict[int, int] = {}  # row -> its worker's next one in the session
-        self._starts: dict[int, list[int]] = defaultdict(list)  # by first version
-        self._kinds: dict[int, Kind] = {}
-        self._plans: dict[int, Plan] = {}
-        last: dict[int, int] = {}  # worker -> its last row
-        firsts = [0] * len(planned.names)
-        for row in np.flatnonzero(planned.order >= 0).tolist():
-            worker, steps = int(planned.worker[row]), int(planned.steps[row])
-            begin, is_late, late = Begin.STARTED, False, 0
-            if planned.sequence[row] > 1:
-                before = last[worker]
-                self._next[before] = row
-                begin = self._begin_after(before)
-                is_late = bool(planned.in_background[before])
-                late = int(planned.steps_since[before])
-            else:
-                self._starts[int(planned.anchor_version[row])].append(row)
-            # Steps before a reset are not in the message.
-            later = steps if begin.resets else steps - late
-            self._kinds[row] = Kind(begin, is_late, bool(planned.in_background[row]))
-            self._plans[row] = Plan(worker, firsts[worker], late, later)
-            firsts[worker] += late + later
-            last[worker] = row
-
-    def _begin_after(self, row: int) -> Begin:
-        """Return how the round after a message begins."""
-        outcome = Outcome(self._planned.outcome[row])
-        if outcome is Outcome.REJECTED:
-            is_second = self._kinds[row].begin.resets
-            return Begin.REJECTED_AGAIN if is_second else Begin.REJECTED
-        return Begin.DROPPED if outcome is Outcome.DROPPED else Begin.APPLIED
-
-    def makes(self, *, exact: bool, width: int | None) -> None:
-        """Choose how messages are made, if there is memory for it."""
-        workers = len(self._planned.names)
-        loop = jax.eval_shape(self._rounds.start)
-        row, params = trees.nbytes(loop), trees.nbytes(self._params)
-        # A row, its anchor, and a message that waits.
-        needed = workers * (row + 2 * params)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > memory:
-            raise errors.InvalidArgumentError(
-                f"{workers} workers need {needed / 1e9:.3g} GB, with "
-                f"{(row + 2 * params) / 1e6:.3g} MB each, and this machine has "
-                f"{memory / 1e9:.3g} GB"
-            )
-        self._maker: Any = OneByOne(self._rounds)
-        self._makes_all = not exact
-        if not exact:
-            plans = {(p.late, p.steps) for p in self._plans.values()}
-            self._maker = Batches(
-                self._rounds,
-                workers,
-                is_uniform=len(plans) <= 1,
-                most_steps=max((sum(plan) for plan in plans), default=0),
-                width=width,
-            )
-
-    def record(self, journal: Journal) -> Recording:
-        """Write the run to a journal."""
-        self._recording = Recording(self._planned, self._params, journal)
-        self._store = self._recording.store
-        return self._recording
-
-    @property
-    def end(self) -> int:
-        """The time at which the execution has ended, ns."""
-        if self._done < len(self._rows):  # at a target
-            return int(self._planned.settled[self._rows[self._done - 1]])
-        return round(self._planned.duration * 1e9)
-
-    def run(
-        self,
-        evaluate: Callable[[PyTree], Any] | None,
-        every: int,
-        target: float | None,
-        progress: Callable[[float], object] | None,
-    ) -> None:
-        """Apply all messages in order."""
-        value = None if evaluate is None else jax.jit(evaluate)
-        store = self._store
-        self._start()
-        for rows in self._groups():
-            before = store.current
-            self._apply(rows)
-            self._answer(rows, before)
-            self._done += len(rows)
-            if self._done % _PROGRESS < len(rows) and progress is not None:
-                progress(self._done / len(self._rows))
-            number = store.current.number
-            if value is None or number == before.number or number % every:
+    def start(self, execution: Execution, done: int) -> None:
+        """Start the sessions that begin now, after so many settled messages."""
+        version = execution.stores[0].current.number
+        later = []
+        for after, session in self._waiting.pop(version, ()):
+            if after > done:  # an earlier session of the worker has not ended
+                later.append((after, session))
                 continue
-            found = value(store.tree(store.current))
-            self._evaluations.append((rows[-1], number, found))
-            if target is not None and float(found) <= target:
-                return
+            execution.start(session[0].worker, session[0].session)
+            self._report(execution, session)
+        if later:
+            self._waiting[version] = later
 
-    def _groups(self) -> Iterator[list[int]]:
-        """Yield the rows that are settled by one version, or while it is current."""
-        planned, group, workers, last = self._planned, list[int](), set[int](), -1
-        for row in self._rows.tolist():
-            made, worker = int(planned.version[row]), int(planned.worker[row])
-            version = made if made >= 0 else int(planned.answer_version[row])
-            if version != last or worker in workers:
-                if group:
-                    yield group
-                group, workers, last = [], set(), version
-            group.append(row)
-            workers.add(worker)
-        if group:
-            yield group
+    @staticmethod
+    def _report(execution: Execution, session: list[Any]) -> None:
+        """Report all that the worker does."""
+        for i, message in enumerate(session):
+            index, late = message.worker, bool(message.in_background)
+            execution.send(index, 0, message.sequence, message.steps, background=late)
+            if i + 1 < len(session):
+                resets, since = message.outcome is Outcome.REJECTED, message.steps_since
+                execution.adopt(index, 0, since, late=late, resets=resets)
 
-    def _make(self, row: int) -> None:
-        """Make a message, and perhaps all others that can be made."""
-        if row in self._made:
-            return
-        by_kind: dict[Kind, list[int]] = defaultdict(list)
-        for each in [*self._centers] if self._makes_all else [row]:
-            by_kind[self._kinds[each]].append(each)
-        for kind, rows in by_kind.items():
-            centers = [self._centers.pop(each) for each in rows]
-            plans = [self._plans[each] for each in rows]
-            made = self._maker.make(kind, centers, plans)
-            self._made.update(zip(rows, made, strict=True))
 
-    def _apply(self, rows: list[int]) -> None:
-        """Make the messages of these rows, and apply those that are to be applied."""
-        planned, store = self._planned, self._store
-        claimed = planned.claimed_weight
-        sent, submissions, norms = [], [], []
-        applied = [r for r in rows if planned.outcome[r] == Outcome.APPLIED]
-        for row in rows:
-            self._make(row)
-            made = self._made.pop(row)
-            self._loss[row] = made.loss
-            submission = Submission(
-                int(planned.sequence[row]),
-                store.place(made.contribution),
-                int(planned.anchor_version[row]),
-                int(planned.steps[row]),
-                None if claimed is None else _known(float(claimed[row])),
-                {"loss": made.loss},
-            )
-            sent.append(submission)
-            if planned.outcome[row] != Outcome.APPLIED:
-                continue
-            norm = made.norm
-            if norm is None and self._rejections.limits.measures:
-                norm, _ = store.measure(
-                    submission.contribution, store.current.params, samples=False
-                )
-            norms.append(None if norm is None else float(norm))
-            self._check(row, submission, norms[-1])
-            submissions.append(submission)
-        if self._recording is not None:
-            self._recording.settle(rows, sent)
-            return
-        if not applied:
-            return
-        self._rejections.add_norms(norms)
-        store.apply(
-            submissions,
-            [int(planned.staleness[row]) for row in applied],
-            [float(planned.weight[row]) for row in applied]
-            if planned.combines
-            else None,
-            int(planned.workers[applied[0]]),
+def _check(
+    planned: Schedule, rejections: Rejections, message: Any, norm: float | None
+) -> None:
+    """Raise if a center would reject a message that the schedule applies."""
+    message.norm = norm
+    submission = Submission(
+        message.sequence, None, message.anchor_version, message.steps
+    )
+    rejection = rejections.decide(submission, norm)
+    if rejection is not None:
+        raise errors.SimulationError(
+            f"after {planned.settled[message.number] / 1e9:g} s the center rejects "
+            f"message {message.sequence} of worker {planned.names[message.worker]!r}: "
+            f"{rejection.reason}. A schedule made without numbers does not know it: "
+            "call run(), which simulates rejections"
         )
-
-    def _check(self, row: int, submission: Submission, norm: float | None) -> None:
-        """Raise if a center would reject a message that the schedule applies."""
-        rejection = self._rejections.decide(submission, norm)
-        if rejection is not None:
-            planned = self._planned
-            raise errors.SimulationError(
-                f"after {planned.settled[row] / 1e9:g} s the center rejects message "
-                f"{submission.sequence} of worker "
-                f"{planned.names[planned.worker[row]]!r}: {rejection.reason}. "
-                "A schedule does not know the norms of messages, and what follows a "
-                "rejection for a norm is not simulated: take a smaller learning rate, "
-                "clip gradients, or raise the limit"
-            )
-
-    def _answer(self, rows: list[int], before: Version) -> None:
-        """Give the center to the workers that adopt it."""
-        for row in rows:
-            following = self._next.get(row)
-            if following is None:
-                continue
-            version = self._store.current
-            if self._planned.answer_version[row] == before.number:
-                version = before
-            version.escaped = True
-            self._centers[following] = self._store.answer(version)
-        if self._store.current is not before:
-            self._start()
-
-    def _start(self) -> None:
-        """Give the center to the workers that start with this version."""
-        version = self._store.current
-        for row in self._starts.pop(version.number, ()):
-            version.escaped = True
-            self._centers[row] = self._store.tree(version)
-
-    def traces(self, samples: int) -> Traces:
-        """Return the traces; ``samples`` is the number of samples of a batch."""
-        planned, rows = self._planned, self._rows[: self._done]
-        center = self._store.save()
-        last, versions, values = (
-            zip(*self._evaluations, strict=True) if self._evaluations else ((), (), ())
-        )
-        steps = np.cumsum(planned.steps[rows])
-        moved = planned.message_bytes[0] + planned.answer_bytes[0]
-        evaluations = np.array(jax.device_get([*values]), np.float64)
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update(f"{planned.digest}/{trees.digest(center)}".encode())
-        digest.update(self._loss[rows].tobytes())
-        digest.update(evaluations.tobytes())
-        return Traces(
-            schedule=planned,
-            digest=digest.hexdigest(),
-            center=center,
-            rows=rows,
-            seconds=planned.settled[rows] / 1e9,
-            steps=steps,
-            samples=steps * samples,
-            bytes=moved * np.arange(1, len(rows) + 1),
-            loss=self._loss[rows],
-            evaluation_seconds=planned.settled[[*last]] / 1e9 if last else np.zeros(0),
-            evaluation_versions=np.array(versions, np.int64),
-            evaluations=evaluations,
-        )
-
-
-def _known(number: float) -> float | None:
-    return None if math.isnan(number) else number

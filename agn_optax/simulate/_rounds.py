@@ -1,9 +1,9 @@
 """The rounds of simulated workers, in the programs of real ones.
 
-`Rounds.message` makes a worker's next message: it adopts the answer to the last one,
-makes the local steps of the round and encodes its contribution, by calling the programs
-of `agn_optax.worker` one after another. Called directly, these are the programs that a
-real worker runs. `Batches` traces the same function for many workers at once.
+`Rounds.stretch` lets a worker train up to its next message: it adopts an answer, makes
+local steps and encodes a contribution, by calling the programs of `agn_optax.worker`
+one after another. Called directly, these are the programs that a real worker runs.
+`Batches` traces the same function for many workers at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ import numpy as np
 import optax
 
 from agn_optax._internal import trees
+from agn_optax.round import Fragments
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
-from agn_optax.worker import programs
+from agn_optax.worker import (
+    NO_INNER,
+    FragmentedModel,
+    StreamingState,
+    WholeModel,
+    programs,
+)
 
 PyTree = Any
 
-_WIDTH = 32  # messages that are made by one call of a program
+_WIDTH = 32  # stretches that are made by one call of a program
 _BATCH_BYTES = 1 << 28  # bytes of their workers
 
 
@@ -45,25 +52,43 @@ class Begin(enum.Enum):
 
 
 class Kind(NamedTuple):
-    """The actions of a round."""
+    """The actions of a stretch: local steps, an adoption, local steps, a message."""
 
-    begin: Begin
-    is_late: bool = False  # whether the answer is adopted after further local steps
-    in_background: bool = False  # whether local steps follow before the next answer
+    begin: Begin | None  # how an answer is adopted; None if none is
+    adopts: int = 0  # its fragment
+    is_late: bool = False  # whether it is adopted after further local steps
+    sends: int | None = 0  # fragment of the message; None without a message
+    in_background: bool = False  # whether local steps follow before the answer
+
+    @property
+    def reads_anchor(self) -> bool:
+        """True if the anchor of the message is not among what is adopted."""
+        if self.sends is None or self.begin is Begin.STARTED:
+            return False
+        return self.begin is None or self.adopts != self.sends
 
 
 class Loop(NamedTuple):
-    """A worker between its messages; fields that no later round needs are None."""
+    """A worker between two stretches."""
 
     params: PyTree
-    state: PyTree  # `LocalState`, after its last message
-    contribution: PyTree  # the last message
-    sent: PyTree  # `rounds.Sent` of the last message
-    anchor: PyTree  # anchor of the last message
+    state: PyTree  # `LocalState`, or `StreamingState`
+    # `rounds.Sent` of the last message of each fragment; None unless some are sent in
+    # the background.
+    sent: PyTree
+
+
+class Inputs(NamedTuple):
+    """Arrays that a stretch reads; those that it does not need are None."""
+
+    centers: PyTree  # what is adopted; of all fragments if the worker starts
+    contribution: PyTree  # the message to which the adopted center is the answer
+    sent_anchor: PyTree  # the anchor of that message
+    anchor: PyTree  # the anchor of the message to be made
 
 
 class Plan(NamedTuple):
-    """The local steps of a round, or arrays with those of several."""
+    """The local steps of a stretch, or arrays with those of several."""
 
     worker: Any  # int
     first: Any  # int: number of local steps that the worker has made before
@@ -73,28 +98,31 @@ class Plan(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A message that was made."""
+    """The results of a stretch."""
 
-    contribution: PyTree
-    loss: Any  # mean loss of its local steps
-    norm: Any  # its norm; None if the message depends on the newest center
+    contribution: PyTree  # None without a message
+    loss: Any  # sum over its local steps
+    norm: Any  # norm of the message; None if it depends on the newest center
 
 
 class Rounds:
-    """The rounds of all workers of a run.
+    """The rounds of all workers of a run; made by `rounds_of`.
 
     Args:
       rule: the rule.
       inner: the inner optimizer.
       loss: parameters and a batch -> scalar.
       data: number of a worker and of its local step -> batch.
-      params: parameters of a worker, for their shapes and dtypes.
-      overlap: whether messages are sent in the background.
-      keeps_contribution: whether a message may be rejected.
+      fragments: the fragments; None without.
+      in_background: whether some messages are sent in the background.
 
     Attributes:
       makes_batches: whether programs can make the batches.
       data: the function, compiled if it can be.
+      holds_anchor: whether messages need an anchor that the state does not keep.
+      has_residual: whether dropped messages are added to the residual of the codec.
+      together: kind of the stretches, and whether all have the same plan of local steps
+        -> the compiled program of `Batches`.
     """
 
     def __init__(
@@ -103,13 +131,22 @@ class Rounds:
         inner: optax.GradientTransformation,
         loss: Callable[[PyTree, PyTree], jax.Array],
         data: Callable[[Any, Any], PyTree],
-        params: PyTree,
         *,
-        overlap: bool,
-        keeps_contribution: bool,
+        fragments: Fragments | None,
+        in_background: bool,
     ) -> None:
-        self.rule, self.overlap, self.params = rule, overlap, params
-        self._programs = programs(rule, inner)
+        self.rule, self._in_background = rule, in_background
+        self._model: WholeModel | FragmentedModel
+        if fragments is None:
+            self._programs = programs(rule, inner)
+            self._model = WholeModel(self._programs.tx)
+        else:
+            self._programs = programs(rule, NO_INNER, fragments.delay, fragments.mixing)
+            self._model = FragmentedModel(
+                fragments, lambda: [self._programs] * len(fragments), rule, inner
+            )
+        self.holds_anchor = self._programs.holds_anchor
+        self.has_residual = self._programs.restore_residual is not None
         self.makes_batches = _is_traceable(data)
         self.data = jax.jit(data) if self.makes_batches else data
         gradient = jax.value_and_grad(loss)
@@ -118,14 +155,11 @@ class Rounds:
             params: PyTree, state: PyTree, batch: PyTree
         ) -> tuple[PyTree, PyTree, jax.Array]:
             value, grads = gradient(params, batch)
-            updates, state = self._programs.tx.update(grads, state, params)
+            updates, state = self._model.tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, value
 
         self._step = jax.jit(step)
-        self._keeps_contribution = (
-            overlap or keeps_contribution or self._programs.restore_residual is not None
-        )
-        self._keeps_anchor = overlap and self._programs.holds_anchor
+        self.together = functools.cache(self._together)
 
     def batch_like(self) -> PyTree:
         """Return the shapes and dtypes of a batch."""
@@ -133,32 +167,88 @@ class Rounds:
             return jax.eval_shape(self.data, np.int32(0), np.int32(0))
         return jax.eval_shape(lambda batch: batch, self.data(0, 0))
 
-    def message(
-        self, kind: Kind, loop: Loop | None, center: PyTree, plan: Plan
+    def stretch(
+        self, kind: Kind, loop: Loop | None, inputs: Inputs, plan: Plan
     ) -> tuple[Loop, PyTree, Any]:
-        """Make the next message of a worker.
+        """Let a worker train until its next message, or until it adopts an answer.
 
         Args:
-          kind: the actions of the round.
-          loop: the worker after its last message; None if it starts.
-          center: the center that it adopts.
+          kind: the actions of the stretch.
+          loop: the worker after its last stretch; None if it starts.
+          inputs: further arrays.
           plan: its local steps.
 
         Returns:
-          The worker, the contribution, and the mean loss of the local steps.
+          The worker, the contribution, and the sum of the losses of its local steps.
         """
-        run, total = self._programs, np.float32(0)
+        total: Any = np.float32(0)
         if kind.begin is Begin.STARTED:
-            params, state = run.start(center, self.params)
+            loop = self.start(inputs.centers)
+        assert loop is not None
+        if kind.is_late:
+            loop, total = self._steps(loop, plan, 0, plan.late)
+        if kind.begin not in (None, Begin.STARTED):
+            loop = self._adopt(kind, loop, inputs)
+        loop, later = self._steps(loop, plan, plan.late, plan.steps)
+        contribution = None
+        if kind.sends is not None:
+            anchor = self._anchor(kind, inputs)
+            loop, contribution = self._send(kind, loop, anchor)
+        return loop, contribution, total + later
+
+    def start(self, centers: Sequence[PyTree]) -> Loop:
+        """Return a worker that has adopted its first center."""
+        run = self._programs
+        loops = [run.start(center, center) for center in centers]
+        sent = tuple(self._sent(*each) for each in loops)
+        return Loop(*self._model.join(loops, None), sent)
+
+    def _sent(self, params: PyTree, state: PyTree) -> PyTree:
+        """Return a record of a message that is not sent in the background."""
+        if not self._in_background:
+            return None
+        copied = params if self._programs.keeps_sent else None
+        return rounds.Sent(copied, state.local_steps)
+
+    def _split(self, loop: Loop) -> list[tuple[PyTree, PyTree]]:
+        """Return the parameters and the state of each fragment."""
+        state = loop.state
+        states = state.fragments if isinstance(state, StreamingState) else [state]
+        return [*zip(self._model.split_params(loop.params), states, strict=True)]
+
+    def _adopt(self, kind: Kind, loop: Loop, inputs: Inputs) -> Loop:
+        """Adopt the answer to the last message, as `FragmentWorker` does."""
+        run, loops, begin = self._programs, self._split(loop), kind.begin
+        params, state = loops[kind.adopts]
+        (center,), contribution = inputs.centers, inputs.contribution
+        assert begin is not None
+        if begin.resets:
+            residual = "discarded" if begin is Begin.REJECTED_AGAIN else "restored"
+            adopted = run.reset(params, state, contribution, center, residual=residual)
         else:
-            assert loop is not None
-            params, state = loop.params, loop.state
+            if begin is Begin.DROPPED and self.has_residual:
+                state = run.restore_residual(state, contribution)
             if kind.is_late:
-                params, state, total = self._steps(params, state, plan, 0, plan.late)
-            params, state = self._adopt(kind, loop, params, state, center)
-        params, state, later = self._steps(params, state, plan, plan.late, plan.steps)
-        anchor = center if run.holds_anchor else None
-        sent = None
+                sent = loop.sent[kind.adopts]
+                anchor = inputs.sent_anchor
+                adopted = run.receive(params, state, contribution, sent, anchor, center)
+            else:
+                adopted = run.adopt(params, state, center)
+        loops[kind.adopts] = adopted
+        joined = self._model.join(loops, loop.state, resets=begin.resets)
+        return Loop(*joined, loop.sent)
+
+    def _anchor(self, kind: Kind, inputs: Inputs) -> PyTree:
+        """Return the anchor of the message to be made."""
+        if not self.holds_anchor or kind.reads_anchor:
+            return inputs.anchor
+        return inputs.centers[kind.sends if kind.begin is Begin.STARTED else 0]
+
+    def _send(self, kind: Kind, loop: Loop, anchor: PyTree) -> tuple[Loop, PyTree]:
+        """Make a message, as `FragmentWorker` does."""
+        assert kind.sends is not None
+        run, loops, all_sent = self._programs, self._split(loop), [*loop.sent]
+        params, state = loops[kind.sends]
         if kind.in_background:
             spare, *_ = run.contribute(state, params, anchor)
             copied = params if run.keeps_sent else None
@@ -168,36 +258,14 @@ class Rounds:
         else:
             contribution, codec_state, _ = run.contribute(state, params, anchor)
             state = state._replace(codec_state=codec_state)
-            if self.overlap:  # every round returns the same tree
-                copied = params if run.keeps_sent else None
-                sent = rounds.Sent(copied, state.local_steps)
-        kept = contribution if self._keeps_contribution else None
-        anchor = anchor if self._keeps_anchor else None
-        loss = (total + later) / _as_float(plan.late + plan.steps)
-        return Loop(params, state, kept, sent, anchor), contribution, loss
-
-    def _adopt(
-        self, kind: Kind, loop: Loop, params: PyTree, state: PyTree, center: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Adopt the answer to the last message, as `FragmentWorker` does."""
-        run = self._programs
-        if kind.begin.resets:
-            is_second = kind.begin is Begin.REJECTED_AGAIN
-            residual = "discarded" if is_second else "restored"
-            return run.reset(
-                params, state, loop.contribution, center, residual=residual
-            )
-        if kind.begin is Begin.DROPPED and run.restore_residual is not None:
-            state = run.restore_residual(state, loop.contribution)
-        if kind.is_late:
-            return run.receive(
-                params, state, loop.contribution, loop.sent, loop.anchor, center
-            )
-        return run.adopt(params, state, center)
+            sent = self._sent(params, state)
+        loops[kind.sends], all_sent[kind.sends] = (params, state), sent
+        joined = self._model.join(loops, loop.state)
+        return Loop(*joined, tuple(all_sent)), contribution
 
     def _steps(
-        self, params: PyTree, state: PyTree, plan: Plan, begin: Any, count: Any
-    ) -> tuple[PyTree, PyTree, Any]:
+        self, loop: Loop, plan: Plan, begin: Any, count: Any
+    ) -> tuple[Loop, Any]:
         """Make local steps of a plan, and return the sum of their losses, too."""
 
         def body(i: Any, carry: Any) -> Any:
@@ -209,138 +277,156 @@ class Rounds:
             params, state, loss = self._step(params, state, batch)
             return params, state, total + loss.astype(np.float32)
 
-        carry = params, state, jnp.float32(0)
-        if not isinstance(count, int):
-            return jax.lax.fori_loop(begin, begin + count, body, carry)
-        for i in range(begin, begin + count):
-            carry = body(i, carry)
-        return carry
+        carry = loop.params, loop.state, jnp.float32(0)
+        if isinstance(count, int):
+            for i in range(begin, begin + count):
+                carry = body(i, carry)
+        else:
+            carry = jax.lax.fori_loop(begin, begin + count, body, carry)
+        params, state, total = carry
+        return Loop(params, state, loop.sent), total
 
-    def start(self) -> Loop:
-        """Return a worker that has started, with arrays for all fields."""
-        run, params = self._programs, self.params
-        copied, state = run.start(params, params)
-        contribution, _, _ = run.contribute(state, copied, params)
-        sent = rounds.Sent(copied if run.keeps_sent else None, state.local_steps)
-        return Loop(
-            copied,
-            state,
-            contribution if self._keeps_contribution else None,
-            sent if self.overlap else None,
-            params if self._keeps_anchor else None,
-        )
+    def _together(self, kind: Kind, is_uniform: bool) -> Any:
+        steps = None if is_uniform else 0
+        batches = None if self.makes_batches else 0
+        axes = (0, 0, Plan(0, 0, late=steps, steps=steps, batches=batches))
+
+        def stretch(loop: Loop, inputs: Inputs, plan: Plan) -> Any:
+            loop, contribution, loss = self.stretch(kind, loop, inputs, plan)
+            norm = None
+            if kind.sends is not None and self.rule.message is None:
+                like = self._model.split_params(loop.params)[kind.sends]
+                message = rounds.message_of(self.rule, contribution, like)
+                norm = optax.tree.norm(message)
+            return loop, Made(contribution, loss, norm)
+
+        return jax.jit(jax.vmap(stretch, in_axes=axes), donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=16)
+def rounds_of(
+    rule: Rule,
+    inner: optax.GradientTransformation,
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    data: Callable[[Any, Any], PyTree],
+    *,
+    fragments: Fragments | None,
+    in_background: bool,
+) -> Rounds:
+    """Return the rounds of all runs with these arguments, which share the programs."""
+    return Rounds(
+        rule, inner, loss, data, fragments=fragments, in_background=in_background
+    )
 
 
 class OneByOne:
-    """Messages made worker by worker, in the programs of `Worker` itself."""
+    """Stretches made worker by worker, in the programs of `Worker` itself."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self._loops: dict[int, Loop] = {}
 
-    def make(self, kind: Kind, centers: Sequence[PyTree], plans: Sequence[Plan]) -> Any:
-        """Make messages of different workers, and return them as `Made`."""
+    def make(
+        self, kind: Kind, inputs: Sequence[Inputs], plans: Sequence[Plan]
+    ) -> list[Made]:
+        """Make stretches of different workers."""
         made = []
-        for center, plan in zip(centers, plans, strict=True):
+        for each, plan in zip(inputs, plans, strict=True):
             loop = self._loops.pop(plan.worker, None)
-            loop, contribution, loss = self._rounds.message(kind, loop, center, plan)
+            loop, contribution, loss = self._rounds.stretch(kind, loop, each, plan)
             self._loops[plan.worker] = loop
             made.append(Made(contribution, loss, None))
         return made
 
 
 class Batches:
-    """Messages made together, by one program for a fixed number of workers.
+    """Stretches made together, by one program for a fixed number of workers.
 
     Args:
       rounds: the rounds.
+      centers: the first parameters of each fragment.
       workers: number of workers.
-      is_uniform: whether all rounds have the same plan of local steps.
-      most_steps: largest number of local steps of a round.
-      width: messages that are made together.
+      is_uniform: whether all stretches have the same plan of local steps.
+      width: stretches that are made together; None for a number that suits their size.
     """
 
     def __init__(
         self,
         rounds: Rounds,
+        centers: Sequence[PyTree],
         workers: int,
         *,
         is_uniform: bool,
-        most_steps: int,
         width: int | None,
     ) -> None:
-        self._rounds, self._most_steps = rounds, most_steps
-        first = rounds.start()
+        self._rounds, self._is_uniform = rounds, is_uniform
+        first = rounds.start(centers)
         self.width = width or width_for(trees.nbytes(first), workers)
-        self._padding = workers  # the last row is of no worker
-        # The rows of all workers, which the programs overwrite.
-        self._loops = jax.tree.map(
-            lambda x: jnp.repeat(x[None], workers + 1, axis=0), first
-        )
-        steps = None if is_uniform else 0
-        batches = None if rounds.makes_batches else 0
-        self._axes = (0, 0, Plan(0, 0, late=steps, steps=steps, batches=batches))
-        self._program = functools.cache(self._compiled)
+        self._padding = workers  # this row is of no worker
+        # The rows of all workers: a multiple of the width, so that runs with a few more
+        # workers have the same programs.
+        count = -(-(workers + 1) // self.width) * self.width
+        self._loops = _repeated(first, count)
+        self._most_steps = 1  # batches of one stretch in an array
 
-    def make(self, kind: Kind, centers: Sequence[PyTree], plans: Sequence[Plan]) -> Any:
-        """Make messages of different workers, and return them as `Made`."""
+    def make(
+        self, kind: Kind, inputs: Sequence[Inputs], plans: Sequence[Plan]
+    ) -> list[Made]:
+        """Make stretches of different workers."""
         made = []
         for begin in range(0, len(plans), self.width):
             part = slice(begin, begin + self.width)
-            made += self._make(kind, [*centers[part]], [*plans[part]])
+            made += self._make(kind, [*inputs[part]], [*plans[part]])
         return made
 
-    def _make(self, kind: Kind, centers: list[PyTree], plans: list[Plan]) -> list[Made]:
+    def _make(self, kind: Kind, inputs: list[Inputs], plans: list[Plan]) -> list[Made]:
         count = len(plans)
         missing = self.width - count
         plans = plans + [plans[0]._replace(worker=self._padding)] * missing
-        centers = centers + [centers[0]] * missing
-        center = _stack(centers)
+        inputs = inputs + [inputs[0]] * missing
         rows, firsts, late, steps = [
             np.array(column, np.int32) for column in [*zip(*plans, strict=True)][:4]
         ]
-        if self._axes[-1].steps is None:
-            late, steps = late[0], steps[0]
         batches = None
         if not self._rounds.makes_batches:
+            most = int((late + steps).max())
+            if most > self._most_steps:  # few sizes, each of which is compiled
+                exact = self._is_uniform
+                self._most_steps = most if exact else 1 << (most - 1).bit_length()
             made = [self._batches(plan) for plan in plans[:count]]
             batches = _stack([*made, *made[:1] * missing])
+        if self._is_uniform:
+            late, steps = late[0], steps[0]
         plan = Plan(rows, firsts, late, steps, batches)
-        self._loops, found = self._program(kind)(self._loops, rows, center, plan)
-        contributions, losses, norms = jax.device_get(found)
+        program = self._rounds.together(kind, self._is_uniform)
+        loops, found = program(_rows(self._loops, rows), _stack(inputs), plan)
+        self._loops = _with_rows(self._loops, rows, loops)
+        found = jax.device_get(found)
         # Copies, as one message that waits would keep the arrays of all.
-        return [
-            Made(
-                jax.tree.map(lambda leaf: leaf[i].copy(), contributions),  # noqa: B023
-                losses[i],
-                None if norms is None else norms[i],
-            )
-            for i in range(count)
-        ]
+        return [jax.tree.map(lambda leaf: leaf[i].copy(), found) for i in range(count)]  # noqa: B023
 
     def _batches(self, plan: Plan) -> PyTree:
-        """Return the batches of a round, and repeat the last for the longest round."""
-        last = plan.late + plan.steps - 1
-        made = [self._rounds.data(plan.worker, plan.first + i) for i in range(last + 1)]
+        """Return the batches of a stretch, and repeat one for the longest stretch."""
+        count = plan.late + plan.steps
+        made = [self._rounds.data(plan.worker, plan.first + i) for i in range(count)]
+        made = made or [self._rounds.data(plan.worker, 0)]
         return _stack(made + made[-1:] * (self._most_steps - len(made)))
 
-    def _compiled(self, kind: Kind) -> Any:
-        rule = self._rounds.rule
 
-        def message(loop: Loop, center: PyTree, plan: Plan) -> Any:
-            loop, contribution, loss = self._rounds.message(kind, loop, center, plan)
-            norm = None
-            if rule.message is None:
-                norm = optax.tree.norm(rounds.message_of(rule, contribution, center))
-            return loop, (contribution, loss, norm)
+# Programs of their own, because they depend on the number of workers.
+@functools.partial(jax.jit, static_argnums=1)
+def _repeated(loop: Loop, count: int) -> Loop:
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), loop)
 
-        def program(loops: Loop, rows: Any, center: PyTree, plan: Plan) -> Any:
-            old = jax.tree.map(lambda leaf: leaf[rows], loops)
-            new, found = jax.vmap(message, in_axes=self._axes)(old, center, plan)
-            loops = jax.tree.map(lambda x, y: x.at[rows].set(y), loops, new)
-            return loops, found
 
-        return jax.jit(program, donate_argnums=0)
+@jax.jit
+def _rows(loops: Loop, rows: Any) -> Loop:
+    return jax.tree.map(lambda leaf: leaf[rows], loops)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_rows(loops: Loop, rows: Any, new: Loop) -> Loop:
+    return jax.tree.map(lambda x, y: x.at[rows].set(y), loops, new)
 
 
 def _is_traceable(data: Callable[[Any, Any], PyTree]) -> bool:
@@ -354,10 +440,6 @@ def _is_traceable(data: Callable[[Any, Any], PyTree]) -> bool:
 
 def _stack(trees: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
-def _as_float(count: Any) -> Any:
-    return np.float32(count) if isinstance(count, int) else count.astype(np.float32)
 
 
 def width_for(nbytes: int, workers: int) -> int:

@@ -23,11 +23,13 @@ from agn_optax.simulate._events import (
     COLUMNS,
     ROW_BYTES,
     SESSION_COLUMNS,
+    Numbers,
     Outcome,
     SessionEvent,
     Settings,
     Simulation,
 )
+from agn_optax.worker import check_periods
 
 PyTree = Any
 
@@ -219,7 +221,7 @@ def schedule(
 
     Modes, staleness, leases, rounds, overlap, fragments and dynamic periods are decided
     by the code of real centers and workers; only the clock is virtual. No array of the
-    model exists. Messages are not rejected for their norm, which is not known.
+    model exists. Messages are not rejected for their norm, which only `run` knows.
 
     Args:
       cluster: the workers, their links and the center's host.
@@ -256,6 +258,48 @@ def schedule(
       >>> found.worker.tolist(), found.staleness.tolist()
       ([0, 0, 0, 1], [0, 0, 0, 3])
     """
+    return simulate(
+        None,
+        cluster,
+        period=period,
+        mode=mode,
+        rule=rule,
+        params=params,
+        exchanges=exchanges,
+        seconds=seconds,
+        seed=seed,
+        overlap=overlap,
+        patience=patience,
+        fragments=fragments,
+        limits=limits,
+        barrier=barrier,
+        progress=progress,
+    )
+
+
+def simulate(
+    numbers_of: Callable[[Settings], Numbers] | None,
+    cluster: Cluster,
+    *,
+    period: Any,
+    mode: Mode = Asynchronous(),  # noqa: B008 it is immutable
+    rule: Rule | None = None,
+    params: PyTree = None,
+    exchanges: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    overlap: bool = False,
+    patience: int | None = None,
+    fragments: Fragments | None = None,
+    limits: Limits | None = None,
+    barrier: int = 0,
+    progress: Callable[[float], object] | None = None,
+) -> Schedule:
+    """Return the schedule of a simulation, in which messages may have numbers.
+
+    ``numbers_of`` returns what computes them; None leaves them out. The
+    other arguments are those of `schedule`.
+    """
     check.instance(cluster, Cluster, "cluster must be a Cluster(...)")
     check.instance(mode, Mode, "mode must be a mode such as Asynchronous()")
     if exchanges is None and seconds is None:
@@ -267,6 +311,9 @@ def schedule(
         check.seconds(seconds, "seconds", positive=True)
     check.whole_number(seed, "seed", least=0, optional=False)
     check.whole_number(patience, "patience", least=0)
+    if fragments is not None:
+        check.instance(fragments, Fragments, "fragments must be Fragments(...)")
+        check_periods(fragments, period, overlap=overlap)
     names = cluster.names
     limits = limits or Limits(max_workers=None)
     _check_start(len(names), limits, barrier)
@@ -279,24 +326,25 @@ def schedule(
             f"{max(most_rows, 0)}"
         )
     is_dynamic = isinstance(period, DynamicPeriod)
-    simulation = Simulation(
-        Settings(
-            cluster=cluster,
-            ledgers=[Ledger(mode, limits=limits, barrier=barrier) for _ in sizes],
-            sizes=sizes,
-            lengths=[] if is_dynamic else _lengths(period, fragments),
-            dynamic=period if is_dynamic else None,
-            adopts_before=rule is not None and rule.adopts == "before",
-            overlap=overlap,
-            delay=0 if fragments is None else fragments.delay,
-            patience=patience,
-            seed=seed,
-            exchanges=exchanges,
-            seconds=seconds,
-            most_rows=most_rows,
-            progress=progress,
-        )
+    settings = Settings(
+        cluster=cluster,
+        ledgers=[Ledger(mode, limits=limits, barrier=barrier) for _ in sizes],
+        sizes=sizes,
+        lengths=[] if is_dynamic else _lengths(period, fragments),
+        dynamic=period if is_dynamic else None,
+        adopts_before=rule is not None and rule.adopts == "before",
+        overlap=overlap,
+        delay=0 if fragments is None else fragments.delay,
+        patience=patience,
+        seed=seed,
+        exchanges=exchanges,
+        seconds=seconds,
+        most_rows=most_rows,
+        progress=progress,
     )
+    if numbers_of is not None:
+        settings.numbers = numbers_of(settings)
+    simulation = Simulation(settings)
     simulation.run()
     arguments = {"combines": mode.combines, "rule": rule, "limits": limits}
     return _result(simulation, names, seed, sizes, arguments)
@@ -321,8 +369,6 @@ def _sizes(
     rule: Rule | None, params: PyTree, fragments: Fragments | None
 ) -> list[tuple[int, int]]:
     """Return the bytes of a message and of an answer, of each fragment."""
-    if fragments is not None:
-        check.instance(fragments, Fragments, "fragments must be Fragments(...)")
     count = 1 if fragments is None else len(fragments)
     if rule is None:
         if params is not None:
@@ -345,7 +391,6 @@ def _lengths(
     """Return functions from exchanges made to the local steps of the next round."""
     schedule = rounds.as_schedule(period)
     if fragments is not None:
-        fragments.check_period(int(schedule(0)))
         schedules = [fragments.periods(f, schedule) for f in range(len(fragments))]
     else:
         schedules = [schedule]

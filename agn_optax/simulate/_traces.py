@@ -11,6 +11,7 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import extras
 from agn_optax.center import CenterState
+from agn_optax.round import parts
 from agn_optax.simulate._schedule import Schedule
 
 
@@ -26,7 +27,7 @@ class Traces:
         digits. The same arguments give the same digest in any process with the same
         versions of JAX and of the machine's code.
       center: the last state of the center, for `LocalCenter.restore` and for
-        ``serve``.
+        ``serve``; with fragments, a tuple with that of each fragment's center.
       rows: index of the message in the arrays of the schedule.
       seconds: simulated seconds until the center settled the message.
       steps: local steps in all messages so far.
@@ -41,7 +42,7 @@ class Traces:
 
     schedule: Schedule
     digest: str
-    center: CenterState
+    center: CenterState | tuple[CenterState, ...]
     rows: np.ndarray
     seconds: np.ndarray
     steps: np.ndarray
@@ -58,10 +59,24 @@ class Traces:
 
     def __repr__(self) -> str:
         """Return a summary."""
+        centers = self._centers
+        version = (
+            [c.version for c in centers] if len(centers) > 1 else centers[0].version
+        )
         return (
-            f"Traces({len(self)} messages, version {self.center.version}, "
+            f"Traces({len(self)} messages, version {version}, "
             f"seed={self.schedule.seed}, digest={self.digest})"
         )
+
+    @property
+    def params(self) -> Any:
+        """The last parameters of the center."""
+        return parts.join([center.params for center in self._centers])
+
+    @property
+    def _centers(self) -> tuple[CenterState, ...]:
+        center = self.center
+        return (center,) if isinstance(center, CenterState) else center
 
     @property
     def staleness(self) -> np.ndarray:

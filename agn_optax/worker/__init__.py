@@ -8,11 +8,15 @@ from agn_optax.worker._machine import Counts as Counts
 from agn_optax.worker._machine import ExchangeMachine as ExchangeMachine
 from agn_optax.worker._machine import State as State
 from agn_optax.worker._machine import due_fragments as due_fragments
+from agn_optax.worker._phase import FragmentedModel as FragmentedModel
+from agn_optax.worker._phase import WholeModel as WholeModel
+from agn_optax.worker._programs import NO_INNER as NO_INNER
 from agn_optax.worker._programs import StreamingState
 from agn_optax.worker._programs import programs as programs
 from agn_optax.worker._shardings import ParamShardings as ParamShardings
 from agn_optax.worker._shardings import shardings_of as shardings_of
 from agn_optax.worker._worker import Worker, WorkerState
+from agn_optax.worker._worker import check_periods as check_periods
 
 __all__ = [
     "FragmentState",

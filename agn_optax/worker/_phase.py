@@ -8,7 +8,8 @@ for each fragment a state without inner state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,12 +17,8 @@ import optax
 
 from agn_optax._internal import check, trees
 from agn_optax.round import Fragments, LocalState, parts, steps
-from agn_optax.worker._fragment import (
-    FragmentWorker,
-    Loop,
-    check_called_from_python,
-    not_its_state,
-)
+from agn_optax.rules import Rule
+from agn_optax.worker._fragment import Loop, check_called_from_python, not_its_state
 from agn_optax.worker._programs import (
     StreamingState,
     local_phase,
@@ -32,10 +29,10 @@ PyTree = Any
 
 
 class WholeModel:
-    """The local phase of a model without fragments."""
+    """The local phase of a model without fragments, whose optimizer is ``tx``."""
 
-    def __init__(self, worker: FragmentWorker) -> None:
-        self.tx: optax.GradientTransformationExtraArgs = worker.programs.tx
+    def __init__(self, tx: optax.GradientTransformationExtraArgs) -> None:
+        self.tx = tx
 
     def check(self, params: PyTree, state: Any = None) -> None:
         """Do nothing: the only `FragmentWorker` checks its parameters and state."""
@@ -68,18 +65,22 @@ class FragmentedModel:
 
     Args:
       fragments: the fragments.
-      workers: one for each fragment.
+      programs: returns the programs of each fragment.
+      rule: the rule.
       inner: the inner optimizer, for the whole tree.
+      name: name of the worker, for errors.
     """
 
     def __init__(
         self,
         fragments: Fragments,
-        workers: Sequence[FragmentWorker],
+        programs: Callable[[], Sequence[SimpleNamespace]],
+        rule: Rule,
         inner: optax.GradientTransformation,
+        name: str = "",
     ) -> None:
-        self._fragments, self._workers = fragments, workers
-        self._name, self._rule = workers[0].name, workers[0].center.rule
+        self._fragments, self._programs = fragments, programs
+        self._name, self._rule = name, rule
         self._inner = check.optimizer(inner, "inner")
         self.tx = local_phase(self._init, self._step)
         self._init_inner = jax.jit(lambda params: self.tx.init(params).inner_state)
@@ -91,8 +92,8 @@ class FragmentedModel:
         )
 
     def _init(self, params: PyTree) -> StreamingState:
-        pairs = zip(self._workers, self.split_params(params), strict=True)
-        fragments = tuple(worker.programs.tx.init(part) for worker, part in pairs)
+        pairs = zip(self._programs(), self.split_params(params), strict=True)
+        fragments = tuple(programs.tx.init(part) for programs, part in pairs)
         # A copy, because some optimizers keep the parameters passed to their init.
         return StreamingState(self._inner.init(trees.copy(params)), fragments)
 

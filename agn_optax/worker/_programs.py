@@ -31,6 +31,8 @@ from agn_optax.rules import Rule
 from agn_optax.worker._shardings import ParamShardings
 
 PyTree = Any
+# The inner optimizer of a fragment; the real one is applied to the whole tree.
+NO_INNER = optax.identity()
 
 
 class StreamingState(NamedTuple):

@@ -38,14 +38,13 @@ from agn_optax.worker._fragment import (
 )
 from agn_optax.worker._machine import due_fragments
 from agn_optax.worker._phase import FragmentedModel, WholeModel
+from agn_optax.worker._programs import NO_INNER
 
 PyTree = Any
 Loop = tuple[PyTree, Any]  # parameters and state
 Action = Callable[[PyTree, Any], Loop]  # a step of an exchange
 # ({fragment: number of its message}, params, state) -> None.
 BeforeSend = Callable[[Mapping[int, int], PyTree, Any], object]
-# The inner optimizer of a fragment; the real one is applied to the whole tree.
-_NO_INNER = optax.identity()
 
 
 class WorkerState(NamedTuple):
@@ -219,13 +218,13 @@ class Worker:
                 center, inner, period=period, callbacks=tuple(callbacks)
             )
             self._workers = [only]  # one for each fragment
-            self._model = WholeModel(only)
+            self._model = WholeModel(only.programs.tx)
         else:
             schedule = rounds.as_schedule(period)
             self._workers = [
                 fragment_worker(
                     shard,
-                    _NO_INNER,
+                    NO_INNER,
                     delay=fragments.delay,
                     mixing=fragments.mixing,
                     period=fragments.periods(f, schedule),
@@ -233,7 +232,10 @@ class Worker:
                 )
                 for f, shard in enumerate(divided.centers)
             ]
-            self._model = FragmentedModel(fragments, self._workers, inner)
+            workers, rule = self._workers, center.rule
+            self._model = FragmentedModel(
+                fragments, lambda: [w.programs for w in workers], rule, inner, self.name
+            )
         self.tx: optax.GradientTransformationExtraArgs = self._model.tx
         self._last_sender = self._workers[0]  # its answer has the newest numbers
         self._turn = 0  # fragment that comes first if several are due
@@ -814,6 +816,12 @@ def _divided(
             f"got {len(fragments)} fragments, and shards: {len(center.centers)}"
         )
     fragments.check(center.rule)
+    check_periods(fragments, period, overlap=overlap)
+    return center.divided_by(fragments)
+
+
+def check_periods(fragments: Fragments, period: Any, *, overlap: bool) -> None:
+    """Raise if fragments do not go together with a worker's period or ``overlap``."""
     if fragments.delay and overlap:
         got = f"delay={fragments.delay}, overlap=True"
         combinations.reject("fragments with a delay", "overlap=True", got)
@@ -821,4 +829,3 @@ def _divided(
         got = f"period={period}"
         combinations.reject("dynamic_period", "fragments", got, errors.InvalidTypeError)
     fragments.check_period(int(rounds.as_schedule(period)(0)))
-    return center.divided_by(fragments)

@@ -1,7 +1,7 @@
-"""Law 16: a schedule, executed, is the run of real workers in its order, bit for bit.
+"""Law 16: a simulated run is the run of real workers in its order, bit for bit.
 
 Real workers and a `LocalCenter` are driven by hand, in the order of the schedule.
-Executed in batches, the schedule has the same numbers to rounding.
+Computed in batches, the run has the same numbers to rounding.
 """
 
 import functools
@@ -17,8 +17,15 @@ from helpers.support import RULES, assert_close, assert_identical
 from helpers.waiting import LIMIT, wait_until
 
 import agn_optax
-from agn_optax import simulate
-from agn_optax.center import BoundedStaleness, Limits, MessageLimits, Synchronous
+from agn_optax import errors, simulate
+from agn_optax.center import (
+    BoundedStaleness,
+    Limits,
+    MessageLimits,
+    ShardedCenter,
+    Synchronous,
+)
+from agn_optax.round import Fragments
 from agn_optax.rules import codecs
 from agn_optax.simulate import Cluster, Failure, Failures, Link, LogNormal, Outcome
 
@@ -39,44 +46,54 @@ def data(worker, step):
 
 
 class RealWorkers:
-    """Real workers at a `LocalCenter`, which exchange in the order of a schedule."""
+    """Real workers at `LocalCenter`s, which exchange in the order of a schedule."""
 
-    def __init__(self, planned, inner, period, mode):
+    def __init__(self, planned, inner, period, mode, fragments, batches):
         params = problem.params()
         self.planned, self.inner, self.period = planned, inner, period
-        self.center = agn_optax.LocalCenter(
-            planned.rule, params, mode=mode, limits=planned.limits
-        )
+        self.fragments, self.data = fragments, jax.jit(batches)
+        parts = [params] if fragments is None else fragments.divide(params).cut(params)
+        self.centers = [
+            agn_optax.LocalCenter(planned.rule, part, mode=mode, limits=planned.limits)
+            for part in parts
+        ]
+        self.center = self.centers[0]
+        if fragments is not None:
+            self.center = ShardedCenter(self.centers)
         self.loops, self.made, self.first, self.started = {}, {}, {}, set()
-        self.data = jax.jit(data)
+        # Local steps of the session, and of them: at the begin of the round of each
+        # fragment, and in its last message; and the row of that message.
+        self.at, self.began, self.sent, self.last = {}, {}, {}, {}
 
     def run(self):
         planned = self.planned
         rows = np.argsort(planned.order)[np.sum(planned.order < 0) :]
         made = planned.version[rows]
         after = np.where(made >= 0, made, planned.answer_version[rows])
+        keys = np.stack([after, planned.settled[rows], planned.fragment[rows]])
+        same = planned.combines & np.all(keys[:, 1:] == keys[:, :-1], axis=0)
         self.start_workers()
         with ThreadPoolExecutor(len(planned.names)) as pool:
             calls = []  # of the messages of a round
             for i, row in enumerate(rows):
                 calls.append(pool.submit(self.exchange, row))
-                if i + 1 < len(rows) and made[i] >= 0 and made[i] == made[i + 1]:
+                if i + 1 < len(rows) and same[i]:
                     continue
                 for each in calls:
                     each.result(LIMIT)
-                version = after[i]
-                wait_until(lambda version=version: self.center.version == version)
+                center = self.centers[planned.fragment[row]]
+                wait_until(lambda c=center, version=after[i]: c.version == version)
                 self.start_workers()
                 calls = []
-        return self.center.save()
+        return [center.save() for center in self.centers]
 
     def start_workers(self):
         """Start the sessions that begin with the center's version."""
         planned = self.planned
         begins = (planned.sequence == 1) & (planned.order >= 0)
-        for row in np.flatnonzero(
-            begins & (planned.anchor_version == self.center.version)
-        ):
+        begins &= planned.fragment == 0
+        version = self.centers[0].version
+        for row in np.flatnonzero(begins & (planned.anchor_version == version)):
             if row in self.started:
                 continue
             self.started.add(row)
@@ -86,12 +103,21 @@ class RealWorkers:
                 self.inner,
                 period=self.period,
                 name=planned.names[index],
-                overlap=bool(planned.in_background.any()),
+                fragments=self.fragments,
+                overlap=self.overlap,
             )
             step = jax.jit(functools.partial(self.step, worker.tx))
             self.made[index] = worker, step
             self.loops[index] = worker.start()
             self.first.setdefault(index, 0)
+            count = len(self.centers)
+            self.at[index] = 0
+            self.began[index], self.sent[index] = [0] * count, [0] * count
+            self.last[index] = [None] * count
+
+    @property
+    def overlap(self):
+        return self.fragments is None and bool(self.planned.in_background.any())
 
     @staticmethod
     def step(tx, params, state, batch):
@@ -101,22 +127,31 @@ class RealWorkers:
 
     def exchange(self, row):
         """Make the local steps of a message, and send it."""
-        planned = self.planned
-        index, sequence = int(planned.worker[row]), int(planned.sequence[row])
-        worker, _ = self.made[index]
-        left = int(planned.steps[row])
-        if planned.in_background.any() and sequence > 2:
-            same = (planned.worker == index) & (planned.sequence == sequence - 1)
-            session = planned.session == planned.session[row]
-            late = int(planned.steps_since[same & session][0])
-            left -= late
-            if left:
+        planned, index = self.planned, int(self.planned.worker[row])
+        f, (worker, _) = int(planned.fragment[row]), self.made[index]
+        last, began = self.last[index][f], self.began[index]
+        if last is not None:
+            adopted = self.sent[index][f] + int(planned.steps_since[last])
+            is_rejected = planned.outcome[last] == Outcome.REJECTED
+            if is_rejected or not planned.in_background[last]:
+                began[f] = adopted
+            end = began[f] + int(planned.steps[row])
+            if self.overlap and planned.in_background[last] and adopted < end:
+                late = adopted - self.at[index]
                 loop = worker.exchange(*self.steps(index, late), steps=late)
                 self.loops[index] = worker.receive(*loop)
-            else:  # one call receives and sends
-                left = late
-        loop = self.steps(index, left)
-        self.loops[index] = worker.exchange(*loop, steps=left)
+        end = self.sent[index][f] = began[f] + int(planned.steps[row])
+        began[f] = end if planned.in_background[row] else began[f]
+        self.last[index][f] = row
+        calls = [end - self.at[index]]
+        if self.fragments is not None:  # the worker knows what is due
+            calls = [1] * calls[0]
+        for steps in calls:
+            loop = self.steps(index, steps)
+            try:
+                self.loops[index] = worker.exchange(*loop, steps=steps)
+            except errors.MessageRejectedError:
+                worker.leave()
 
     def steps(self, index, count):
         _, step = self.made[index]
@@ -124,29 +159,42 @@ class RealWorkers:
         for number in range(first, first + count):
             loop = step(*loop, self.data(np.int32(index), np.int32(number)))
         self.first[index] += count
+        self.at[index] += count
         return loop
 
 
-def check_law(rule, *, cluster=CLUSTER, exchanges=24, period=3, **settings):
+def check_law(
+    rule, *, cluster=CLUSTER, exchanges=24, period=3, batches=data, **settings
+):
     params, inner = problem.params(), shared.adam(0.05)
-    planned = simulate.schedule(
-        cluster,
+    arguments = inner, problem.loss, batches, params
+    run = functools.partial(
+        simulate.run,
+        rule,
+        *arguments,
+        cluster=cluster,
         period=period,
-        rule=rule,
-        params=params,
         exchanges=exchanges,
         **settings,
     )
-    execute = functools.partial(
-        simulate.execute, planned, inner, problem.loss, data, params
+    exact = run(exact=True)
+    planned, fragments = exact.schedule, settings.get("fragments")
+    workers = RealWorkers(
+        planned, inner, period, settings.get("mode"), fragments, batches
     )
-    exact = execute(exact=True)
-    workers = RealWorkers(planned, inner, period, settings.get("mode"))
-    assert_identical(exact.center, workers.run())
-    fast = execute()
+    assert_identical(exact.center, unpacked(workers.run()))
+    fast = run()
+    assert fast.schedule.digest == planned.digest
     assert_close(fast.center, exact.center)
     np.testing.assert_allclose(fast.loss, exact.loss, rtol=1e-4, atol=1e-5)
+    if fragments is None:  # the schedule by itself has the same numbers
+        again = simulate.execute(planned, *arguments, exact=True)
+        assert again.digest == exact.digest
     return planned
+
+
+def unpacked(states):
+    return states[0] if len(states) == 1 else tuple(states)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -200,3 +248,81 @@ def test_execution_with_failures_is_the_run_of_real_workers():
     cluster = Cluster(workers=3, speed=CLUSTER.speed, link=CLUSTER.link, failures=FAILS)
     planned = check_law(RULES["agn"](), cluster=cluster)
     assert planned.session.max() == 2
+
+
+QUANTIZED = agn_optax.rules.agn(
+    optax.sgd(0.3), codec=codecs.error_feedback(codecs.quantize(4))
+)
+
+
+def spoiled(worker, step):
+    """Return the batches of `data`, of which two have numbers that are not finite."""
+    batch = data(worker, step)
+    is_bad = (worker == 1) & ((step == 4) | (step == 13))
+    return {**batch, "y": jnp.where(is_bad, jnp.nan, batch["y"])}
+
+
+def limit(norm, **limits):
+    return {"limits": Limits(messages=MessageLimits(norm=norm, **limits))}
+
+
+def test_rejections_for_a_norm_are_those_of_real_workers():
+    planned = check_law(QUANTIZED, **limit(1.15))
+    rejected = planned.outcome == Outcome.REJECTED
+    assert 2 < np.sum(rejected) < 20
+    assert np.any(rejected & (planned.staleness > 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "norm", "settings"),
+    [
+        ("agn", 1.3, {"overlap": True}),
+        ("diloco", 0.5, {"mode": Synchronous()}),
+        ("easgd", 0.6, {}),
+        ("average", 0.45, {"mode": Synchronous(quorum=2)}),
+    ],
+)
+def test_rejections_of_each_kind_are_those_of_real_workers(name, norm, settings):
+    planned = check_law(RULES[name](), **limit(norm), **settings)
+    assert 0 < np.sum(planned.outcome == Outcome.REJECTED) < 22
+
+
+def test_messages_that_are_not_finite_are_rejected_as_those_of_real_workers():
+    planned = check_law(RULES["agn"](), batches=spoiled)
+    assert np.sum(planned.outcome == Outcome.REJECTED) == 2
+
+
+@pytest.mark.slow
+def test_worker_that_is_rejected_too_often_leaves_as_a_real_one():
+    planned = check_law(QUANTIZED, exchanges=12, **limit(1.41, in_a_row=1))
+    assert np.any(planned.sessions["event"] == simulate.SessionEvent.LEFT)
+
+
+@pytest.mark.parametrize("name", ["agn", "diloco"])
+def test_fragments_are_exchanged_as_by_real_workers(name):
+    planned = check_law(RULES[name](), fragments=Fragments(2), period=4)
+    assert set(planned.fragment) == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["agn", "agn_window", "diloco", "easgd"])
+def test_fragments_with_a_delay_are_exchanged_as_by_real_workers(name):
+    mixing = 0.0 if name == "easgd" else 0.5
+    planned = check_law(
+        RULES[name](), fragments=Fragments(2, delay=2, mixing=mixing), period=6
+    )
+    assert np.any(planned.steps_since == 2)
+
+
+@pytest.mark.slow
+def test_fragments_in_rounds_are_exchanged_as_by_real_workers():
+    check_law(RULES["agn"](), fragments=Fragments(2), period=4, mode=Synchronous())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 2])
+def test_fragments_that_are_rejected_are_those_of_real_workers(delay):
+    fragments = Fragments(2, delay=delay)
+    planned = check_law(QUANTIZED, fragments=fragments, period=4, batches=spoiled)
+    assert np.any(planned.outcome == Outcome.REJECTED)

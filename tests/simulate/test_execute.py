@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import problem, shared
-from helpers.support import assert_close, assert_identical
+from helpers.support import assert_close, assert_identical, compilations
 
 import agn_optax
 from agn_optax import errors, simulate
@@ -52,10 +52,7 @@ def run(**settings):
         problem.loss,
         data,
         problem.params(),
-        cluster=CLUSTER,
-        period=3,
-        exchanges=60,
-        **settings,
+        **{"cluster": CLUSTER, "period": 3, "exchanges": 60, **settings},
     )
 
 
@@ -121,6 +118,15 @@ def test_widths_agree_to_rounding():
     np.testing.assert_allclose(whole.loss, narrow.loss, rtol=1e-5)
 
 
+def test_later_runs_compile_nothing():
+    run()
+    with compilations() as compiled:
+        run(seed=1)
+        larger = Cluster(workers=7, speed=LogNormal(0.2, 0.3), link=Link(latency=0.2))
+        run(cluster=larger, exchanges=90, period=5)
+    assert compiled == []
+
+
 def test_target_ends_the_execution_and_changes_nothing_before():
     whole = run(evaluate=evaluate, every=5)
     target = float(whole.evaluations[3])
@@ -166,7 +172,7 @@ def test_progress_is_reported_to_its_end():
     assert 0.3 < fractions[0] <= fractions[-1] <= 1
 
 
-def test_message_that_a_center_rejects_is_an_error():
+def test_message_that_a_center_rejects_is_an_error_in_a_schedule_without_numbers():
     explode = lambda params, batch: 1e12 * problem.loss(params, batch)  # noqa: E731
     with pytest.raises(errors.SimulationError, match=r"rejects message 1 of worker"):
         execute(planned(), loss=explode)
@@ -176,6 +182,51 @@ def test_message_that_a_center_rejects_is_an_error():
     # The message of an elastic rule depends on the newest center.
     with pytest.raises(errors.SimulationError, match=r"not finite"):
         execute(planned(shared.easgd(0.3)), loss=explode)
+
+
+def test_run_without_rejections_is_the_execution_of_its_schedule():
+    schedule = planned(overlap=True)
+    found = run(overlap=True)
+    assert found.schedule.digest == schedule.digest
+    assert execute(schedule).digest == found.digest
+
+
+def test_schedule_after_a_rejection_is_executed():
+    limits = Limits(messages=MessageLimits(norm=1.3))
+    found = run(limits=limits)
+    rejected = found.schedule.outcome == simulate.Outcome.REJECTED
+    assert 0 < np.sum(rejected) < 60
+    assert found.center.version == 60 - np.sum(rejected)
+    assert execute(found.schedule).digest == found.digest
+
+
+def test_run_in_which_all_workers_are_rejected_cannot_end():
+    limits = Limits(messages=MessageLimits(norm=1e-6, in_a_row=2))
+    with pytest.raises(errors.SimulationError, match="6 of 6 workers have left"):
+        run(limits=limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 2])
+def test_fragments_with_overlap_agree_to_rounding(delay):
+    settings = {"fragments": Fragments(2, delay=delay), "overlap": not delay}
+    exact, fast = (run(period=6, exact=e, **settings) for e in (True, False))
+    assert fast.schedule.digest == exact.schedule.digest
+    assert np.any(fast.schedule.steps_since > 0)
+    assert_close(fast.params, exact.params)
+    np.testing.assert_allclose(fast.loss, exact.loss, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluations_of_fragments_count_the_versions_of_all():
+    found = run(period=4, fragments=Fragments(2), evaluate=evaluate, every=20)
+    np.testing.assert_array_equal(found.evaluation_versions, [20, 40, 60])
+    assert sum(center.version for center in found.center) == 60
+    assert found.evaluations[-1] == evaluate(found.params)
+
+
+def test_fragments_with_a_delay_and_overlap_are_rejected():
+    with pytest.raises(errors.InvalidArgumentError, match="overlap=True"):
+        run(fragments=Fragments(2, delay=1), overlap=True)
 
 
 def test_center_that_takes_all_messages_gets_them():
