@@ -41,6 +41,7 @@ from agn_optax.center._protocol import Center, Session, WorkerSession
 from agn_optax.center._recent import Recent as Recent
 from agn_optax.center._runtime import Runtime as Runtime
 from agn_optax.center._settings import CenterSettings as CenterSettings
+from agn_optax.center._settings import check_combine as check_combine
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._sharded import is_finite as is_finite
 from agn_optax.center._sharded import not_finite as not_finite
@@ -56,6 +57,7 @@ from agn_optax.center.durability import History as History
 from agn_optax.center.durability import Journal
 from agn_optax.center.durability import Origin as Origin
 from agn_optax.center.durability import Record as Record
+from agn_optax.center.durability import Segment as Segment
 from agn_optax.center.durability import apply_record as apply_record
 from agn_optax.center.durability import contribution_in as contribution_in
 from agn_optax.center.durability import newest as newest

@@ -93,8 +93,12 @@ class Submission(NamedTuple):
 
     def without_arrays(self) -> Submission:
         """Return the plain fields of the submission; the others have no values."""
-        others = self.contribution, self.reported, self.notices
-        if self.attempt == 0 and all(other is None for other in others):
+        if (
+            self.contribution is None
+            and self.reported is None
+            and self.notices is None
+            and self.attempt == 0
+        ):
             return self
         return self._replace(contribution=None, reported=None, notices=None, attempt=0)
 

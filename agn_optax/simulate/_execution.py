@@ -62,7 +62,10 @@ class SettledMessage(Protocol):
     workers: int
     weight: float
     outcome: Outcome
-    claimed_weight: float | None
+
+    @property
+    def claimed_weight(self) -> float | None:
+        """The weight that the worker claims for the message."""
 
 
 class Evaluation(NamedTuple):

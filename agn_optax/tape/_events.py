@@ -31,6 +31,14 @@ class Message(NamedTuple):
     late_steps: int = 0  # of `steps`: made before the worker adopted its anchor
 
 
+class FailedJoin(NamedTuple):
+    """A worker that could not join."""
+
+    time: float  # s, since the center began
+    worker: str
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Event:
     """An event of a tape: a record, without its contributions.
@@ -72,6 +80,19 @@ class Event:
             None if content is None else content.arrays
             for content in self._history.record(self.number).contents
         ]
+
+    @property
+    def failed_join(self) -> FailedJoin | None:
+        """The worker that could not join; None for an event of another kind."""
+        if self.kind != "failed_join":
+            return None
+        about = self._record.about
+        return FailedJoin(self.time, about["worker"], about["reason"])
+
+    @property
+    def more_failed_joins(self) -> int:
+        """Number of failed joins since the event before that have no event."""
+        return self._record.about.get("more_failed_joins", 0)
 
     @property
     def session_ids(self) -> Mapping[str, str]:
