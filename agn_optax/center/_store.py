@@ -189,6 +189,11 @@ class Store:
             return version.params
         return jax.device_put(self.unplace(version.params))
 
+    def current_params(self) -> PyTree:
+        """Return the newest version as a tree that no later version changes."""
+        self.current.escaped = True
+        return self.tree(self.current)
+
     def answer(self, version: Version) -> PyTree:
         """Return a version's parameters as a worker adopts them at an exchange."""
         params = self.tree(version)

@@ -27,7 +27,7 @@ FAULTS = {
     ),
     "an ended session leaves its message behind": (
         _ledger,
-        "        self.pending.pop(worker, None)\n        self._forget(member)\n",
+        "        self._remove_message(worker)\n        self._forget(member)\n",
         "        self._forget(member)\n",
     ),
     "a replaced session may resume": (
