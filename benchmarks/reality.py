@@ -40,6 +40,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -214,69 +215,69 @@ def close(address: str) -> None:
 
 # In the process of a worker.
 
+_center: Any = None
+
+
+def connect(address: str) -> None:
+    """Connect to a center, instead of the last one."""
+    global _center  # one for each process
+    logging.getLogger("agn_optax").setLevel(logging.ERROR)
+    if _center is not None:
+        _center.close()
+    _center = centers.connect(address, "socket")
+
 
 class Part(NamedTuple):
     """The part of a worker in a run."""
 
-    address: str
-    number: int  # of the worker
-    seed: int = 0
+    number: int
+    seconds: float
     start: float = 0.0  # time.monotonic()
-    seconds: float = WARM_UP
+    seed: int = 0
     first: int = 0  # number of the first local step
     exchanges: bool = True  # False for local steps alone
 
 
 def work(case: Case, part: Part) -> list[float]:
     """Make rounds in a session of a while; return the seconds of their exchanges."""
-    logging.getLogger("agn_optax").setLevel(logging.ERROR)
-    _, number, seed, start, seconds, first, exchanges = part
-    random = np.random.default_rng((seed, number, first))
-    made = itertools.count(first)
-    with centers.connect(part.address, "socket") as center:
-        worker = agn_optax.Worker(
-            center, inner(case.hidden), period=PERIOD, name=f"worker-{number}"
-        )
-        step = local_step(worker.tx.update)
-        time.sleep(max(0.0, start - time.monotonic()))
-        loop = worker.start()
-        if case.bandwidth is not None:
-            pace(case.bandwidth)
-        waits: list[float] = []
+    number = part.number
+    random = np.random.default_rng((part.seed, number, part.first))
+    made = itertools.count(part.first)
+    worker = agn_optax.Worker(
+        _center, inner(case.hidden), period=PERIOD, name=f"worker-{number}"
+    )
+    step = local_step(worker.tx.update)
+    time.sleep(max(0.0, part.start - time.monotonic()))
+    loop = worker.start()
+    if case.bandwidth is not None:
+        pace(case.bandwidth)
+    waits: list[float] = []
+    now = time.monotonic()
+    end = (part.start or now) + part.seconds
+    while now < end:
+        begun = due = time.monotonic()
+        pause = case.steps[number] * np.exp(SPREAD * random.standard_normal())
+        for _ in range(PERIOD):
+            loop = jax.block_until_ready(step(*loop, part.seed, number, next(made)))
+            due += pause
+            time.sleep(max(0.0, due - time.monotonic()))
+            sent = time.monotonic()
+            if part.exchanges:
+                waited = waits[-1] if waits else 0.0
+                worker.report(steps=sent - begun, waited=waited)
+                loop = jax.block_until_ready(worker.exchange(*loop))
         now = time.monotonic()
-        end = (start or now) + seconds
-        while now < end:
-            begun = due = time.monotonic()
-            pause = case.steps[number] * np.exp(SPREAD * random.standard_normal())
-            for _ in range(PERIOD):
-                loop = jax.block_until_ready(step(*loop, seed, number, next(made)))
-                due += pause
-                time.sleep(max(0.0, due - time.monotonic()))
-                sent = time.monotonic()
-                if exchanges:
-                    waited = waits[-1] if waits else 0.0
-                    worker.report(steps=sent - begun, waited=waited)
-                    loop = jax.block_until_ready(worker.exchange(*loop))
-            now = time.monotonic()
-            waits.append(now - sent)
-        worker.leave()
+        waits.append(now - sent)
+    worker.leave()
     return waits
 
 
-def exchange_for(case: Case, part: Part) -> int:
-    """Exchange without steps; return how often."""
-    with centers.connect(part.address, "socket") as center:
-        params = first_params(case)
-        run = centers.exchanging(
-            center, jax.tree.map(lambda x: 1e-9 * x, params), f"bare-{part.number}"
-        )
-        run()
-        time.sleep(max(0.0, part.start - time.monotonic()))
-        done = 0
-        while time.monotonic() < part.start + part.seconds:
-            run()
-            done += 1
-    return done
+def exchange_for(case: Case, number: int, seconds: float) -> float:
+    """Exchange without steps for a while; return how often in a second."""
+    params = jax.tree.map(lambda x: 1e-9 * x, first_params(case))
+    run = centers.exchanging(_center, params, f"bare-{number}")
+    run()
+    return 1 / centers.seconds_of_one(run, seconds)
 
 
 # In the process of the benchmark.
@@ -397,6 +398,17 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(first - second).sum() / 2)
 
 
+def all_of(
+    crew: Sequence[Process], function: Any, arguments: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    """Call a function in processes at the same time, and return its results."""
+    submitted = [
+        process.submit(function, *each)
+        for process, each in zip(crew, arguments, strict=True)
+    ]
+    return [answer.result() for answer in submitted]
+
+
 class Reality(Benchmark, quick="--window 4 --only unequal"):
     """Simulated runs against real ones.
 
@@ -416,12 +428,13 @@ class Reality(Benchmark, quick="--window 4 --only unequal"):
             with contextlib.ExitStack() as self.stack:
                 self.use = self.stack.enter_context
                 rows.append({"run": name, **self.compare(CASES[name])})
+                print(rows[-1], file=sys.stderr)  # progress
         title = f"Real and simulated runs, {self.repeats} of {self.window:g} s each"
         self.add("reality", title, rows)
 
     def compare(self, case: Case) -> Row:
         """Return the row of a case."""
-        self.center, self.crew = self.use(Process()), []
+        self.center = self.use(Process())
         practice = case._replace(mode=Asynchronous(), shared=None)
         folder = self.use(tempfile.TemporaryDirectory(dir=MEMORY))
         self.practice = self.center.call(serve, practice, 0, Journal(folder))
@@ -435,59 +448,45 @@ class Reality(Benchmark, quick="--window 4 --only unequal"):
             pairs.append((recording.numbers, found))
         return self.row(pairs)
 
-    def hire(self, case: Case, indices: Sequence[int]) -> list[Process]:
+    def hire(self, case: Case, numbers: Sequence[int]) -> list[Process]:
         """Return processes for workers, in which all programs are compiled."""
-        crew = [self.use(Process()) for _ in indices]
-        parts = [Part(self.practice, i) for i in indices]
-        self.all_of(crew, work, case._replace(bandwidth=None), parts)
+        crew = [self.use(Process()) for _ in numbers]
+        all_of(crew, connect, [(self.practice,)] * len(crew))
+        case = case._replace(bandwidth=None)
+        all_of(crew, work, [(case, Part(number, WARM_UP)) for number in numbers])
         return crew
-
-    def all_of(
-        self, crew: Sequence[Process], function: Any, case: Case, parts: Sequence[Part]
-    ) -> list[Any]:
-        """Call a function in processes, and return its results."""
-        submitted = [
-            process.submit(function, case, part)
-            for process, part in zip(crew, parts, strict=True)
-        ]
-        return [answer.result() for answer in submitted]
 
     def calibrate(self, case: Case) -> Calibration:
         """Measure what a simulation must know."""
+        numbers = range(len(case.steps))
 
         def exchange(case: Case) -> float:
             """Return the mean seconds of an exchange; others only make local steps."""
-            start = time.monotonic() + 1.0
-            parts = [
-                Part(self.practice, i, 0, start, CALIBRATION, exchanges=i == 0)
-                for i in range(len(case.steps))
-            ]
-            _, *waits = self.all_of(self.crew, work, case, parts)[0]
+            parts = [Part(i, CALIBRATION, exchanges=i == 0) for i in numbers]
+            _, *waits = all_of(self.crew, work, [(case, part) for part in parts])[0]
             return float(np.mean(waits))  # without the first one, which takes longer
 
         alone = paced = exchange(case._replace(bandwidth=None))
-        start = time.monotonic() + 1.0
-        parts = [
-            Part(self.practice, i, 0, start, CALIBRATION)
-            for i in range(len(case.steps))
-        ]
-        done = self.all_of(self.crew, exchange_for, case, parts)
+        rates = all_of(
+            self.crew, exchange_for, [(case, i, CALIBRATION) for i in numbers]
+        )
         if case.bandwidth is not None:
             self.center.call(pace, case.bandwidth)
             paced = exchange(case)
             self.center.call(pace, centers.LOOPBACK)
-        return Calibration(alone, paced, sum(done) / CALIBRATION)
+        return Calibration(alone, paced, sum(rates))
 
     def real(self, case: Case, seed: int, folder: str) -> Recording:
         """Make a real run; ``folder`` is the directory of its center."""
         spares = self.hire(case, [kill.worker for kill in case.kills])
         journal = Journal(folder, keep="contributions")
         address = self.center.call(serve, case, seed, journal)
+        all_of(self.crew + spares, connect, [(address,)] * len(self.crew + spares))
         if case.bandwidth is not None:
             self.center.call(pace, case.bandwidth)
-        start, window = time.monotonic() + 1.0, self.window
+        start, window = time.monotonic() + 0.5, self.window
         submitted = [
-            process.submit(work, case, Part(address, i, seed, start, window))
+            process.submit(work, case, Part(i, window, start, seed))
             for i, process in enumerate(self.crew)
         ]
         kills = []
@@ -497,12 +496,10 @@ class Reality(Benchmark, quick="--window 4 --only unequal"):
             self.crew[kill.worker].kill()
             kills.append(time.monotonic() - start)
             later = kills[-1] + kill.down
-            again = Part(
-                *(address, kill.worker, seed, start + later, window - later),
-                first=1_000_000,  # far from those of the dead process
-            )
+            # Its local steps have other numbers than those of the dead process.
+            part = Part(kill.worker, window - later, start + later, seed, 1_000_000)
             self.crew[kill.worker] = spare
-            submitted[kill.worker] = spare.submit(work, case, again)
+            submitted[kill.worker] = spare.submit(work, case, part)
         for answer in submitted:
             answer.result()
         self.center.call(close, address)
