@@ -37,12 +37,14 @@ one before.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +71,7 @@ WARM_UP = 1.0  # s, before all measurements
 CALIBRATION = 4.0  # s, for each measurement before the runs
 TIMES = 8  # at which losses are compared
 MEMORY = "/dev/shm"  # noqa: S108 a disk in memory, so that the tape takes little time
+STEP = "step_seconds"  # number that workers report
 PARAMS_PER_UNIT = 64 + 1 + 10  # of a hidden unit
 
 
@@ -264,7 +267,7 @@ def work(case: Case, part: Part) -> list[float]:
             sent = time.monotonic()
             if part.exchanges:
                 waited = waits[-1] if waits else 0.0
-                worker.report(steps=sent - begun, waited=waited)
+                worker.report(**{STEP: (sent - begun) / PERIOD, "waited": waited})
                 loop = jax.block_until_ready(worker.exchange(*loop))
         now = time.monotonic()
         waits.append(now - sent)
@@ -283,73 +286,46 @@ def exchange_for(case: Case, number: int, seconds: float) -> float:
 # In the process of the benchmark.
 
 
-def numbers_of(
-    rate: float,
-    staleness: Any,
-    waiting: float,
-    seconds: Any,
-    losses: Any,
-    window: float,
-) -> Numbers:
-    """Return the numbers of a run; ``losses`` are those at ``seconds``."""
-    times = window * np.arange(1, TIMES + 1) / TIMES
-    last = np.searchsorted(seconds, times, side="right") - 1
-    return Numbers(rate, staleness, waiting, np.asarray(losses)[last])
-
-
 class Recording(NamedTuple):
     """A real run, as its tape has it."""
 
     numbers: Numbers
-    speeds: list[simulate.Recorded]  # of each worker
-    joins: dict[str, float]  # s, when each worker joined first
-    failures: list[simulate.Failure]
+    cluster: simulate.Cluster
+    begin: float  # s since the center began, when the first worker joined
 
 
-def read(folder: str, case: Case, window: float, kills: Sequence[float]) -> Recording:
-    """Read the tape of a run, which begins when the first worker joins.
+def losses_at(times: Any, seconds: Any, losses: Any) -> np.ndarray:
+    """Return losses at some times; ``losses`` are those of versions at ``seconds``."""
+    return np.asarray(losses)[np.searchsorted(seconds, times, side="right") - 1]
 
-    Args:
-      folder: the directory of the center.
-      case: the case.
-      window: seconds of the run.
-      kills: second of each kill.
-    """
+
+def times_of(begin: float, window: float) -> np.ndarray:
+    """Return the times at which losses are compared."""
+    return begin + window * np.arange(1, TIMES + 1) / TIMES
+
+
+def read(folder: str, window: float) -> Recording:
+    """Read the tape of a run, which begins when the first worker joins."""
     found = tape.read(folder)
     events = [*found.events()]
-    names = [f"worker-{i}" for i in range(len(case.steps))]
-    joins: dict[str, list[float]] = {name: [] for name in names}
     begin = next(event.time for event in events if event.kind == "join")
-    for event in events:
-        if event.kind == "join":
-            joins[event.workers[0]].append(event.time - begin)
     inside = [event for event in events if event.time <= begin + window]
-    steps: dict[str, list[float]] = {name: [] for name in names}
-    waits: dict[str, list[float]] = {name: [] for name in names}
+    spent = defaultdict[str, Any](lambda: np.zeros(2))  # s: in all, and waiting
     for message in (message for event in inside for message in event.messages):
-        own = steps[message.worker]
-        if message.sequence == 1 and own:  # the round in which its process was killed
-            own.append(float(np.mean(own)))
-        own.append(message.reported["steps"])
-        waits[message.worker].append(message.reported["waited"])
-    applied = [message.staleness for event in inside for message in event.applied]
-    idle = [np.sum(waits[name]) / np.sum(waits[name] + steps[name]) for name in names]
+        steps, waited = PERIOD * message.reported[STEP], message.reported["waited"]
+        spent[message.worker] += (steps + waited, waited)
+    staleness = [message.staleness for event in inside for message in event.applied]
     measured = tape.evaluate(found, centers.rule(), loss_of)
-    numbers = numbers_of(
-        len(applied) / window,
-        np.array(applied),
-        float(np.mean(idle)),
-        [each.time - begin for each in measured],
-        [each.numbers["value"] for each in measured],
-        window,
+    seconds = [each.time for each in measured]
+    losses = [each.numbers["value"] for each in measured]
+    numbers = Numbers(
+        len(staleness) / window,
+        np.array(staleness),
+        float(np.mean([waited / whole for whole, waited in spent.values()])),
+        losses_at(times_of(begin, window), seconds, losses),
     )
-    speeds = [simulate.Recorded([s / PERIOD for s in steps[name]]) for name in names]
-    firsts = {name: joins[name].pop(0) for name in names}
-    failures = []
-    for kill, at in zip(case.kills, kills, strict=True):
-        name = names[kill.worker]
-        failures.append(simulate.Failure(at, [name], joins[name].pop(0) - at))
-    return Recording(numbers, speeds, firsts, failures)
+    cluster = simulate.cluster_of(found, lease=LEASE, reported=STEP)
+    return Recording(numbers, cluster, begin)
 
 
 def simulated(
@@ -365,29 +341,25 @@ def simulated(
         two_hosts.loss_fn,
         functools.partial(batch, seed),
         first_params(case, seed),
-        cluster=simulate.Cluster(
-            workers=len(case.steps),
-            speed=real.speeds,
+        cluster=dataclasses.replace(
+            real.cluster,
             link=simulate.Link(latency=alone - host, bandwidth=rate),
             center=simulate.CenterHost(seconds=host, bandwidth=case.shared),
-            failures=simulate.Failures(recorded=real.failures),
-            joins=real.joins,
         ),
         period=PERIOD,
         mode=case.mode,
         limits=case.limits.of_center,
-        seconds=window,
+        seconds=real.begin + window,
         evaluate=loss_of,
         every=1,
     )
     planned = found.schedule
-    return numbers_of(
-        planned.exchanges_per_second,
+    times = times_of(real.begin, window)
+    return Numbers(
+        len(planned.applied) / window,
         planned.staleness[planned.applied],
         float(np.mean(1 - planned.utilization)),
-        found.evaluation_seconds,
-        found.evaluations,
-        window,
+        losses_at(times, found.evaluation_seconds, found.evaluations),
     )
 
 
@@ -489,13 +461,11 @@ class Reality(Benchmark, quick="--window 4 --only unequal"):
             process.submit(work, case, Part(i, window, start, seed))
             for i, process in enumerate(self.crew)
         ]
-        kills = []
         for kill, spare in zip(case.kills, spares, strict=True):
             at = kill.at * window
             time.sleep(max(0.0, start + at - time.monotonic()))
             self.crew[kill.worker].kill()
-            kills.append(time.monotonic() - start)
-            later = kills[-1] + kill.down
+            later = time.monotonic() - start + kill.down
             # Its local steps have other numbers than those of the dead process.
             part = Part(kill.worker, window - later, start + later, seed, 1_000_000)
             self.crew[kill.worker] = spare
@@ -504,7 +474,7 @@ class Reality(Benchmark, quick="--window 4 --only unequal"):
             answer.result()
         self.center.call(close, address)
         self.center.call(pace, centers.LOOPBACK)
-        return read(folder, case, window, kills)
+        return read(folder, window)
 
     def row(self, pairs: Sequence[tuple[Numbers, Numbers]]) -> Row:
         """Return the row of real runs and their simulations."""

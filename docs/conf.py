@@ -46,7 +46,7 @@ myst_links_external_new_tab = False
 nb_execution_mode = os.environ.get("AGN_OPTAX_NOTEBOOKS", "force")
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600  # s of a cell; the sweep takes a minute if nobody else runs
 nb_merge_streams = True
 
 # The reference: docstrings as they are in the source.

@@ -33,7 +33,7 @@ LAYERS = {
     "tape": {"_internal", "rules", "round", "center"},
     "worker": {"_internal", "rules", "round", "center"},
     "service": {"_internal", "rules", "round", "center", "worker"},
-    "simulate": {"_internal", "rules", "round", "center", "worker"},
+    "simulate": {"_internal", "rules", "round", "center", "worker", "tape"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
     "ops": {
         "_internal",

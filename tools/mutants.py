@@ -143,11 +143,16 @@ def faults_of(path: pathlib.Path) -> Iterator[Fault]:
             )
 
 
+def source_with(fault: Fault, source: bytes) -> bytes:
+    """Return the source of a file with a fault."""
+    return source[: fault.start] + fault.text.encode() + source[fault.end :]
+
+
 def is_noticed(fault: Fault, project: pathlib.Path, seconds: float) -> bool:
     """Return whether a test fails or hangs with ``fault`` in the copy ``project``."""
     file = project / "agn_optax" / fault.path
     whole = file.read_bytes()
-    file.write_bytes(whole[: fault.start] + fault.text.encode() + whole[fault.end :])
+    file.write_bytes(source_with(fault, whole))
     try:
         return not passes(NEAR[fault.path.split("/")[0]], project, seconds)
     finally:

@@ -25,6 +25,7 @@ from agn_optax.center._local import PackedCenter as PackedCenter
 from agn_optax.center._message_limits import MessageLimits
 from agn_optax.center._message_limits import Rejections as Rejections
 from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center._modes import Due as Due
 from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import release_arguments as release_arguments
@@ -38,7 +39,9 @@ from agn_optax.center._pieces import uncovered as uncovered
 from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session, WorkerSession
 from agn_optax.center._recent import Recent as Recent
+from agn_optax.center._runtime import Runtime as Runtime
 from agn_optax.center._settings import CenterSettings as CenterSettings
+from agn_optax.center._settings import check_combine as check_combine
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._sharded import is_finite as is_finite
 from agn_optax.center._sharded import not_finite as not_finite
@@ -54,6 +57,7 @@ from agn_optax.center.durability import History as History
 from agn_optax.center.durability import Journal
 from agn_optax.center.durability import Origin as Origin
 from agn_optax.center.durability import Record as Record
+from agn_optax.center.durability import Segment as Segment
 from agn_optax.center.durability import apply_record as apply_record
 from agn_optax.center.durability import contribution_in as contribution_in
 from agn_optax.center.durability import newest as newest

@@ -28,13 +28,13 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Notice, Notices, check, combinations
+from agn_optax._internal import Notice, Notices, check
 from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._links import Links
 from agn_optax.center._protocol import Session
 from agn_optax.center._runtime import Runtime
-from agn_optax.center._settings import CenterSettings
+from agn_optax.center._settings import CenterSettings, check_combine
 from agn_optax.center._store import CenterState, Store, Version, log_version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center.durability import Arrival, Image, Keeper, event_of
@@ -45,6 +45,7 @@ _log = logging.getLogger("agn_optax")
 
 # s, interval at which a waiting worker checks whether the disk has failed
 _FAILURE_CHECK_INTERVAL = 1.0
+_MAX_REASON = 300  # recorded characters of the reason why a worker could not join
 
 
 @dataclasses.dataclass
@@ -108,12 +109,7 @@ class Core:
         rule = self.rule = settings.rule
         self.center_id = uuid.uuid4().hex
         self.ledger = settings.make_ledger()
-        if not rule.is_summed and not self.ledger.mode.combines:
-            combinations.reject(
-                "a robust combine",
-                "a center that is not synchronous",
-                f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
-            )
+        check_combine(rule, self.ledger.mode)
         self.notices = Notices(settings.thresholds)
         # Workers of an elastic rule spread around the center: their messages differ.
         compares = self.notices.is_on("apart") and rule.adopts == "after"
@@ -384,6 +380,18 @@ class Core:
             self._apply_due()
         return LocalSession(self, worker, session_id, connection)
 
+    @contextmanager
+    def recording_failed_join(self, worker: str) -> Iterator[None]:
+        """Record the error that a worker gets within the context, where it joins."""
+        try:
+            yield
+        except errors.AgnOptaxError as error:
+            with self._changed:
+                if self.keeper is not None and self.keeper.may_record_failed_join():
+                    reason = str(error)[:_MAX_REASON]
+                    self._record("failed_join", worker=worker, reason=reason)
+            raise
+
     def heartbeat(self, sessions: Iterable[tuple[str, str]]) -> list[str]:
         """Record heartbeats of sessions, and return the workers that are registered."""
         with self._changed:
@@ -407,10 +415,16 @@ class Core:
     def wait_for_barrier(self, timeout: float | None) -> bool:
         """Return whether the barrier is reached, now or within ``timeout`` seconds.
 
+        If joins are written to disk, wait until they are, too: a worker that has
+        started continues after a restart of the center, and finds an open barrier.
+
         Raises:
           CenterClosedError: the center has ended before the barrier was reached.
         """
-        return self._wait_while_open(lambda: self.ledger.is_open, timeout)
+        is_open = self._wait_while_open(lambda: self.ledger.is_open, timeout)
+        if is_open:
+            self._wait_until_kept(self._recorded())
+        return is_open
 
     # For sessions. Hold the lock to call these, except `_examine`.
 
@@ -623,11 +637,11 @@ class Core:
         state = functools.partial(store.unpacked, copied)  # called without the lock
         return state, self.ledger.state_to_save(), self._chief
 
-    def _record(self, kind: str, worker: str, **about: Any) -> None:
-        """Record a change of a worker: see `Keeper.record`."""
+    def _record(self, kind: str, *workers: str, **about: Any) -> None:
+        """Record a change of workers: see `Keeper.record`."""
         if self.keeper is not None:
-            about = {"workers": [worker], "version": self.ledger.version, **about}
-            self.keeper.record(kind, about, self.ledger.state_to_save([worker]))
+            about = {"workers": workers, "version": self.ledger.version, **about}
+            self.keeper.record(kind, about, self.ledger.state_to_save(workers))
 
     def _record_batch(self, batch: Batch, messages: list[_WaitingMessage]) -> int:
         """Record what became of messages; return the record number to wait for."""
@@ -856,8 +870,9 @@ class LocalSession(Session):
         """Report a broken connection: see `Session.disconnect`."""
         core = self._core
         with core.atomically():
-            now = core.clock()
-            core.ledger.disconnect(self.worker, self.session_id, self.connection, now)
+            now, connection = core.clock(), self.connection
+            if core.ledger.disconnect(self.worker, self.session_id, connection, now):
+                core._record("disconnect", self.worker, connection=connection)
             core._apply_due()
 
     def leave(self) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,6 +67,12 @@ NEXT = {
     (Stage.ANSWERED, "leave"): Stage.ENDED,
     (Stage.ENDED, "join"): Stage.IDLE,
 }
+# The same by event, for the events of each exchange: a lookup without a new tuple.
+_AFTER: dict[str, dict[Stage, Stage]] = {event: {} for _, event in NEXT}
+for (_before, _event), _after in NEXT.items():
+    _AFTER[_event][_before] = _after
+_AFTER_SUBMIT, _AFTER_SETTLE = _AFTER["submit"], _AFTER["settle"]
+_WAITING = Stage.WAITING  # an attribute of an enum is slow to read in Python 3.11
 
 
 class Totals(NamedTuple):
@@ -83,13 +88,13 @@ class Totals(NamedTuple):
 
     def plus(self, message: Submission, *, delivered: bool) -> Totals:
         """Return the totals with another message."""
-        steps, weight = message.steps, message.weight or 0.0
-        return Totals(
-            self.steps_made + steps,
-            self.steps_delivered + delivered * steps,
-            self.weight_made + weight,
-            self.weight_delivered + delivered * weight,
-        )
+        made, arrived, weight_made, weight_arrived = self
+        steps, weight = message.steps, message.weight
+        if weight is not None:
+            weight_made += weight
+            weight_arrived += delivered * weight
+        numbers = made + steps, arrived + delivered * steps, weight_made, weight_arrived
+        return tuple.__new__(Totals, numbers)  # half of the time of `Totals(...)`
 
     def __str__(self) -> str:
         text = f"{self.steps_delivered} of {self.steps_made} local steps"
@@ -204,7 +209,7 @@ class Ledger:
         self._highest_speed: float | None = 0.0  # of registered workers; None: unknown
         self._first_on_time: Entry | None = None  # see `round_began`
         # Version and rounds of the slowest worker when `due` returned None, and whose
-        # messages have arrived since.
+        # messages have arrived since and wait.
         self._looked_at: tuple[int, int] | None = None
         self._arrived: dict[str, None] = {}  # by worker
         self._first_expiry = math.inf  # time before which no session expires
@@ -295,8 +300,8 @@ class Ledger:
             if member.has_ended:
                 member.rounds = self._slowest if self._at_round else member.rounds
         else:
-            self.pending.pop(worker, None)
-            rounds, recent = self._slowest, Recent(now, 2)
+            self._remove_message(worker)
+            rounds, recent = self._slowest, Recent(now)
             member = Member(session_id, self.version, rounds, now, now, recent)
             if old is not None:  # a worker of that name is likely on the same machine
                 self._set_speeds(member, old.speeds)
@@ -316,7 +321,7 @@ class Ledger:
     def begin(self, now: float) -> None:
         """Count the times of workers from now on, when all of them may start."""
         for member in self._registered.values():
-            member.recent = Recent(now, 2)
+            member.recent = Recent(now)
 
     def leave(self, worker: str, session_id: str) -> bool:
         """Remove a worker; return False if the session is not registered."""
@@ -327,16 +332,19 @@ class Ledger:
 
     def disconnect(
         self, worker: str, session_id: str, connection: int, now: float
-    ) -> None:
+    ) -> bool:
         """Record a broken connection; the worker has until its lease ends to return.
 
-        A connection that is not the worker's newest one is ignored.
+        Returns:
+          False if it is not the worker's newest connection, which is ignored.
         """
         member = self._session(worker, session_id)
-        if member is not None and member.connection == connection:
-            member.state = NEXT[member.state, "disconnect"]
-            member.connected = False
-            self._expire_at(member, now + self.limits.lease)
+        if member is None or member.connection != connection:
+            return False
+        member.state = NEXT[member.state, "disconnect"]
+        member.connected = False
+        self._expire_at(member, now + self.limits.lease)
+        return True
 
     def heartbeat(self, worker: str, session_id: str, now: float) -> bool:
         """Record a heartbeat; return False if the session is not registered."""
@@ -404,18 +412,20 @@ class Ledger:
                 f"{member.sequence}"
             )
         is_last = sequence == member.sequence
-        if is_last or member.state is Stage.WAITING:
+        if is_last or member.state is _WAITING:
             member.state = NEXT[member.state, "repeat"]
         else:
-            member.state = NEXT[member.state, "submit"]
+            member.state = _AFTER_SUBMIT[member.state]
             steps, began = submission.steps, member.began
             if began is not None and steps and now > began:
                 speed = float(f"{steps / (now - began):.4g}")
                 self._set_speeds(member, (*member.speeds, speed)[-_SPEED_ROUNDS:])
-            member.round_version = max(member.round_version, anchor)
-            self.pending[worker] = Entry(worker, submission.without_arrays(), now, norm)
-            self._arrived.pop(worker, None)
-            self._arrived[worker] = None  # the last one
+            if anchor > member.round_version:
+                member.round_version = anchor
+            # `tuple.__new__` takes half of the time of `Entry(...)`.
+            fields = worker, submission.without_arrays(), now, norm
+            self.pending[worker] = tuple.__new__(Entry, fields)
+            self._arrived[worker] = None
         return not is_last
 
     def due(self, now: float) -> Batch | None:
@@ -432,18 +442,19 @@ class Ledger:
         entries = due.entries
         if len(entries) > 1:
             entries = sorted(entries, key=lambda entry: entry.worker)
-        late = [self.round_staleness(entry) for entry in entries]
-        rejected = {}
+        staleness, late, rejected = [], [], {}
         for entry in entries:
-            rejection = self.rejections.decide(entry.submission, entry.norm)
-            if due.applies and rejection is not None:
-                member = self._registered[entry.worker]
+            member, message = self._registered[entry.worker], entry.submission
+            staleness.append(self.version - message.anchor_version)
+            late.append(self.version - member.round_version)
+            rejection = self.rejections.decide(message, entry.norm)
+            if rejection is not None and due.applies:
                 count = member.consecutive_rejections + 1
                 is_last = count >= self.rejections.limits.in_a_row
                 rejected[entry.worker] = rejection._replace(is_last=is_last)
         return Batch(
             tuple(entries),
-            tuple([self.version - e.submission.anchor_version for e in entries]),
+            tuple(staleness),
             self.mode.weights(late),
             due.applies,
             rejected,
@@ -470,10 +481,7 @@ class Ledger:
             version, slowest = self._looked_at
             is_same = version == self.version or not versions
             if is_same and slowest == self._slowest:
-                return map(
-                    self.pending.__getitem__,
-                    filter(self.pending.__contains__, self._arrived),
-                )
+                return map(self.pending.__getitem__, self._arrived)
         return self.pending.values()
 
     @property
@@ -503,14 +511,14 @@ class Ledger:
 
     def settle(self, batch: Batch, now: float) -> None:
         """Record that the messages of a batch were applied, dropped or rejected."""
-        applied = [*map(batch.is_applied, range(len(batch.entries)))]
-        self.version += any(applied)
+        rejected, norms = batch.rejected, []
+        self.version += batch.applies and len(rejected) < len(batch.entries)
         for i, entry in enumerate(batch.entries):
             worker, message = entry.worker, entry.submission
-            del self.pending[worker]
+            self._remove_message(worker)
             member = self._registered[worker]
-            rejection = batch.rejected.get(worker)
-            delivered = applied[i]
+            rejection = rejected.get(worker)
+            delivered = batch.applies and rejection is None
             member.began = now
             member.recent.add(now, delivered, message.steps)
             member.totals = member.totals.plus(message, delivered=delivered)
@@ -522,7 +530,7 @@ class Ledger:
                 if rejection.is_last:  # the worker gets an error instead of an answer
                     member.state = NEXT[member.state, "fail"]
                     continue
-            member.state = NEXT[member.state, "settle"]
+            member.state = _AFTER_SETTLE[member.state]
             member.sequence = message.sequence
             member.staleness = batch.staleness[i]
             member.round_version = self.version
@@ -532,19 +540,18 @@ class Ledger:
                 self._count(member.rounds + 1, 1)
                 self._count(member.rounds, -1)
                 member.rounds += 1
-            if member.applied:
+            if delivered:
                 member.exchanges += 1
                 member.consecutive_rejections = 0
+                norms.append(entry.norm)
             elif rejection is None:
                 member.dropped += 1
-        self.rejections.add_norms(
-            entry.norm for entry in itertools.compress(batch.entries, applied)
-        )
+        self.rejections.add_norms(norms)
 
     def fail(self, batch: Batch) -> None:
         """Record that a batch failed, as if its messages had not been sent."""
         for entry in batch.entries:
-            del self.pending[entry.worker]
+            self._remove_message(entry.worker)
             member = self._registered[entry.worker]
             member.state = NEXT[member.state, "fail"]
 
@@ -578,7 +585,7 @@ class Ledger:
         for name, saved in state["members"].items():
             # Missing fields keep their defaults.
             fields = {field: saved[field] for field in _SAVED if field in saved}
-            member = Member(**fields, joined=now, seen=now, recent=Recent(now, 2))
+            member = Member(**fields, joined=now, seen=now, recent=Recent(now))
             self._set_speeds(member, tuple(member.speeds))
             member.totals = Totals(*member.totals)
             self._ended.pop(name, None)
@@ -662,10 +669,15 @@ class Ledger:
         member.expires = until
         self._first_expiry = min(self._first_expiry, until)
 
+    def _remove_message(self, worker: str) -> None:
+        """Remove a worker's message from those that wait, if one does."""
+        self.pending.pop(worker, None)
+        self._arrived.pop(worker, None)
+
     def _end_session(self, worker: str, member: Member) -> None:
         member.state = NEXT[member.state, "leave"]
         member.connected, member.expires = False, math.inf
-        self.pending.pop(worker, None)
+        self._remove_message(worker)
         self._forget(member)
         self._ended[worker] = self._registered.pop(worker)
         self._newly_ended[worker] = None

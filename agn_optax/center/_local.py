@@ -168,19 +168,20 @@ class LocalCenter:
         is_new = resume_token is None
         # Tokens of earlier releases have no witness.
         center_id, session_id, *witnesses = resume_token or (self.center_id, None)
-        if center_id != self.center_id:
-            raise errors.WorkerStateError(
-                f"worker {worker!r} cannot resume its session at this center, which "
-                "has restarted without it or is another one; start() again"
+        with self.core.recording_failed_join(worker):
+            if center_id != self.center_id:
+                raise errors.WorkerStateError(
+                    f"worker {worker!r} cannot resume its session at this center, "
+                    "which has restarted without it or is another one; start() again"
+                )
+            session = self.core.join(
+                worker,
+                session_id,
+                params,
+                witnesses=filter(None, witnesses),
+                replace=True,
+                resume=not is_new,
             )
-        session = self.core.join(
-            worker,
-            session_id,
-            params,
-            witnesses=filter(None, witnesses),
-            replace=True,
-            resume=not is_new,
-        )
         try:
             if self.core.wait_for_barrier(timeout):
                 return session

@@ -124,10 +124,11 @@ class Rejections:
           norm: norm of the message; None if it was not measured.
         """
         limits = self.limits
-        steps, weight = submission.steps, submission.weight or 0.0
-        if limits.steps is not None and steps > limits.steps:
-            return _exceeds("steps", f"it claims steps={steps}", limits.steps)
-        if limits.weight is not None and weight > limits.weight:
+        if limits.steps is not None and submission.steps > limits.steps:
+            found = f"it claims steps={submission.steps}"
+            return _exceeds("steps", found, limits.steps)
+        if limits.weight is not None and (submission.weight or 0.0) > limits.weight:
+            weight = submission.weight
             return _exceeds("weight", f"it claims weight={weight:g}", limits.weight)
         if norm is None:
             return None

@@ -115,8 +115,9 @@ class Asynchronous(Mode):
 
     def due(self, waiting: Waiting, now: float) -> Due | None:
         """Return the message that arrived first: see `Mode.due`."""
-        first = next(iter(waiting.pending.values()), None)
-        return None if first is None else Due([first])
+        for first in waiting.pending.values():
+            return Due([first])
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import deque
 
 _WINDOW = 10.0  # s, time over which a rate is measured
 _MIN_POINTS = 6  # points to keep whatever their age: five intervals
@@ -13,7 +11,7 @@ _OVERDUE_FACTOR = 2.0  # multiple of the usual interval after which a rate falls
 
 
 class Recent:
-    """Rates over the last ten seconds, and the time since the last event.
+    """Rates of two quantities over the last ten seconds, and the time without events.
 
     The rate of rarer events comes from their last intervals: an event that happens once
     a minute has a constant rate of 1 / 60 per second, which falls after two minutes.
@@ -21,33 +19,35 @@ class Recent:
 
     Args:
       now: time at which counting begins, in seconds.
-      width: number of counted quantities.
     """
 
-    def __init__(self, now: float, width: int) -> None:
-        self._points: deque[tuple[float, ...]] = deque([(now, *[0.0] * width)])
+    __slots__ = ("_points",)
+
+    def __init__(self, now: float) -> None:
+        self._points: list[tuple[float, float, float]] = [(now, 0.0, 0.0)]
 
     @property
-    def totals(self) -> tuple[float, ...]:
+    def totals(self) -> tuple[float, float]:
         """The totals of the counted quantities."""
         return self._points[-1][1:]
 
     def copy(self) -> Recent:
         """Return an independent copy."""
-        copied = Recent(0.0, 0)
+        copied = Recent(0.0)
         copied._points = self._points.copy()
         return copied
 
-    def add(self, now: float, *grown: float) -> None:
+    def add(self, now: float, first: float, second: float) -> None:
         """Add an event: the amount by which each quantity has grown."""
         points = self._points
-        point = now, *map(operator.add, points[-1][1:], grown)
+        _, a, b = points[-1]
+        point = now, a + first, b + second
         if len(points) > 1 and now - points[-2][0] < _MIN_DISTANCE:
             points[-1] = point
             return
         points.append(point)
         while len(points) > _MIN_POINTS and points[1][0] <= now - _WINDOW:
-            points.popleft()
+            del points[0]
 
     def rates(self, now: float) -> tuple[float, ...] | None:
         """Return each quantity's growth per second; None before the first event."""
@@ -79,7 +79,7 @@ class Recent:
         intervals = [b[0] - a[0] for a, b in itertools.pairwise(self._points)]
         return max([_MIN_DISTANCE, *intervals]) if intervals else None
 
-    def _since(self, begin: float) -> tuple[tuple[float, ...], int]:
+    def _since(self, begin: float) -> tuple[tuple[float, float, float], int]:
         """Return the newest point not after ``begin``, and how many points follow it.
 
         If all points are after ``begin``, return the oldest one.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import Thresholds, check, notices
+from agn_optax._internal import Thresholds, check, combinations, notices
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._limits import Limits
 from agn_optax.center._modes import Asynchronous, Mode
@@ -110,3 +110,17 @@ class CenterSettings:
                 "device must be a jax.Device or the name of a platform, got "
                 f"{self.device!r} ({error})"
             ) from None
+
+
+def check_combine(rule: Rule, mode: Mode) -> None:
+    """Check that a center with this mode can combine messages as the rule does.
+
+    Raises:
+      InvalidArgumentError: the rule combines rounds, and the mode has none.
+    """
+    if not rule.is_summed and not mode.combines:
+        combinations.reject(
+            "a robust combine",
+            "a center that is not synchronous",
+            f"rule {rule.name!r} with {rule.combine}, mode={mode}",
+        )

@@ -106,9 +106,9 @@ class Store:
         largest = [float(jnp.finfo(x.dtype).max) for x in jax.tree.leaves(self.like)]
         self.max_norm = min([MAX_NORM, *largest])
         # True if all leaves are in the memory of JAX's default CPU device.
-        first, default = jax.local_devices()[0], jnp.zeros(()).sharding
+        first = SingleDeviceSharding(jax.local_devices()[0])
         self._on_host = jax.default_backend() == "cpu" and all(
-            getattr(leaf, "sharding", default) == SingleDeviceSharding(first)
+            (leaf if isinstance(leaf, jax.Array) else jnp.zeros(())).sharding == first
             for leaf in jax.tree.leaves(params)
         )
         flatten = flatten and self._on_host
@@ -188,6 +188,11 @@ class Store:
         if self.packing is None:
             return version.params
         return jax.device_put(self.unplace(version.params))
+
+    def current_params(self) -> PyTree:
+        """Return the newest version as a tree that no later version changes."""
+        self.current.escaped = True
+        return self.tree(self.current)
 
     def answer(self, version: Version) -> PyTree:
         """Return a version's parameters as a worker adopts them at an exchange."""

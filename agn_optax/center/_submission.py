@@ -40,6 +40,8 @@ class Submission(NamedTuple):
       notices: texts of what goes wrong at the worker, by the names of its checks.
       attempt: number of times that the processes of a worker have begun this exchange
         anew, together; 0 for a worker of one process.
+      late_steps: number of the local steps that were made before the worker adopted its
+        anchor, because the answer came while local steps went on; for the tape.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
@@ -59,6 +61,7 @@ class Submission(NamedTuple):
     reported: Mapping[str, Any] | None = None
     notices: Mapping[str, str] | None = None
     attempt: int = 0
+    late_steps: int = 0
 
     def checked(self) -> Submission:
         """Check the numbers of a submission, and return it with Python numbers.
@@ -66,12 +69,14 @@ class Submission(NamedTuple):
         The submission must be for one center, such as one shard of a center in shards.
 
         Raises:
-          InvalidArgumentError: ``anchor_version``, ``steps`` or ``weight`` is out of
-            range.
+          InvalidArgumentError: ``anchor_version``, ``steps``, ``weight`` or
+            ``late_steps`` is out of range.
           InvalidTypeError: ``weight`` is not a number.
         """
         steps, version = _as_int(self.steps), _as_int(self.anchor_version)
         check.whole_number(steps, "steps", least=0, most=_MAX_STEPS, optional=False)
+        late = _as_int(self.late_steps)
+        check.whole_number(late, "late_steps", least=0, most=steps, optional=False)
         weight = check.weight(self.weight)
         if not (isinstance(version, int) and version >= 0):
             raise errors.InvalidArgumentError(
@@ -83,12 +88,17 @@ class Submission(NamedTuple):
             anchor_version=version,
             steps=steps,
             weight=weight,
+            late_steps=late,
         )
 
     def without_arrays(self) -> Submission:
         """Return the plain fields of the submission; the others have no values."""
-        others = self.contribution, self.reported, self.notices
-        if self.attempt == 0 and all(other is None for other in others):
+        if (
+            self.contribution is None
+            and self.reported is None
+            and self.notices is None
+            and self.attempt == 0
+        ):
             return self
         return self._replace(contribution=None, reported=None, notices=None, attempt=0)
 

@@ -77,9 +77,9 @@ def workers_difference(other: Fingerprint, rule: Rule) -> str | None:
 
 def _part_difference(part: str, other: Any, own: Any) -> str | None:
     """Return a text with both values, or with the first numbers that differ."""
+    if own == other:
+        return None
     if part in SETTINGS:
-        if own == other:
-            return None
         return f"its {part} is {other!r}, and here it is {own!r}"
     if len(other) == len(own):
         differing = ~np.isclose(own, other, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -187,7 +187,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "notices", "attempt", "transfer")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported", "notices", "attempt", "transfer", "late_steps")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class Message(_message.Message):
     NOTICES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    LATE_STEPS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
@@ -222,7 +223,8 @@ class Message(_message.Message):
     notices: _containers.ScalarMap[str, str]
     attempt: int
     transfer: Transfer
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., notices: _Optional[_Mapping[str, str]] = ..., attempt: _Optional[int] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ...) -> None: ...
+    late_steps: int
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., notices: _Optional[_Mapping[str, str]] = ..., attempt: _Optional[int] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., late_steps: _Optional[int] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("interface", "nbytes", "seconds")

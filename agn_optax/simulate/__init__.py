@@ -4,6 +4,7 @@
 center's host and failures are those of a `Cluster`, and every decision is made by the
 real ledger, modes and exchange machines under a virtual clock. `execute` then computes
 the numbers of a schedule, in the programs of real workers and centers; `run` does both.
+`cluster_of` and `schedule_of` take both from the tape of a recorded run.
 """
 
 from agn_optax.simulate._cluster import (
@@ -18,9 +19,11 @@ from agn_optax.simulate._cluster import (
     Recorded,
     Speed,
 )
+from agn_optax.simulate._cluster_of import cluster_of
 from agn_optax.simulate._events import Outcome, SessionEvent
 from agn_optax.simulate._execute import execute, run
 from agn_optax.simulate._schedule import Schedule, schedule
+from agn_optax.simulate._schedule_of import schedule_of
 from agn_optax.simulate._traces import Traces
 
 __all__ = [
@@ -38,7 +41,9 @@ __all__ = [
     "SessionEvent",
     "Speed",
     "Traces",
+    "cluster_of",
     "execute",
     "run",
     "schedule",
+    "schedule_of",
 ]

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +17,8 @@ from agn_optax._internal import check
 
 NANOSECONDS = 1_000_000_000  # in a second
 
-_DRAWS = 16  # random numbers that are drawn at a time
+_DRAWS = 32  # random numbers that are drawn at a time
+_WORKER_BYTES = 8192  # of a worker with its machine, member and stream
 
 
 def nanoseconds(seconds: float) -> int:
@@ -30,8 +32,23 @@ def stream(seed: int, worker: str, purpose: str) -> np.random.Generator:
     Streams are independent, so that one more worker or failure changes no other.
     """
     text = f"{seed}/{worker}/{purpose}".encode()
-    key = hashlib.blake2b(text, digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    key = _Key(text)
+    philox = np.random.Philox(key)  # type: ignore[arg-type]  # takes any ISeedSequence
+    return np.random.Generator(philox)
+
+
+class _Key(np.random.bit_generator.ISeedSequence):
+    """The key of a stream: the hash of a text.
+
+    ``Philox(key=...)`` gives the same stream, but reads random numbers of the operating
+    system first, which takes longer than all other work on a new worker.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self._key = hashlib.blake2b(text, digest_size=16).digest()
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> np.ndarray:
+        return np.frombuffer(self._key, "<u8")
 
 
 @runtime_checkable
@@ -177,7 +194,7 @@ class Recorded:
 
 def _as_nanoseconds(seconds: np.ndarray) -> list[int]:
     rounded = np.rint(seconds * NANOSECONDS).astype(np.int64)
-    return [*map(int, np.maximum(rounded, 1))]
+    return np.maximum(rounded, 1).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,8 +354,8 @@ class Cluster:
       leaves: second at which workers leave, by name; the others stay.
 
     Raises:
-      InvalidArgumentError: a number is out of range, names are not unique, or a name is
-        not that of a worker.
+      InvalidArgumentError: a number is out of range, names are not unique, a name is
+        not that of a worker, or there is no memory for the workers.
 
     Example:
       >>> from agn_optax import simulate
@@ -357,7 +374,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.workers, Sequence) or isinstance(self.workers, str):
-            check.positive_int(self.workers, "workers")
+            memory_left(check.positive_int(self.workers, "workers"))
         names = self.names
         known = set(names)
         if not names or len(known) < len(names):
@@ -368,7 +385,8 @@ class Cluster:
             ("speed", Speed, "a speed such as Fixed(0.1)"),
             ("link", Link, "a Link(...)"),
         ):
-            for each in _for_each(getattr(self, argument), len(names), argument):
+            given = _for_each(getattr(self, argument), len(names), argument)
+            for each in {id(each): each for each in given}.values():
                 check.instance(each, kind, f"{argument} must be {such_as}")
         check.instance(self.center, CenterHost, "center must be a CenterHost(...)")
         check.instance(self.failures, Failures, "failures must be Failures(...)")
@@ -400,6 +418,24 @@ class Cluster:
     def links(self) -> Sequence[Link]:
         """The link of each worker."""
         return _for_each(self.link, len(self.names), "link")
+
+
+def memory_left(workers: int) -> int:
+    """Return the bytes that a simulation of these workers has for its messages.
+
+    They are half of the machine's memory, without that for the workers.
+
+    Raises:
+      InvalidArgumentError: there is no memory for the workers.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    needed = workers * _WORKER_BYTES
+    if needed > memory:
+        raise errors.InvalidArgumentError(
+            f"{workers} workers need {needed / 1e9:.3g} GB, more than half of this "
+            f"machine's memory, {memory / 1e9:.3g} GB"
+        )
+    return memory - needed
 
 
 def _for_each(value: Any, count: int, argument: str) -> Sequence[Any]:

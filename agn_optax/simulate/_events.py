@@ -20,6 +20,8 @@ import heapq
 import itertools
 import math
 import operator
+import struct
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -52,9 +54,28 @@ class Outcome(enum.IntEnum):
 class SessionEvent(enum.IntEnum):
     """The events of a worker's session."""
 
-    STARTED = 0
+    STARTED = 0  # the worker has the center
     FAILED = 1
     LEFT = 2
+    JOINED = 3  # the center knows the worker
+
+
+# Attributes of an enum are slow to read in Python 3.11.
+_APPLIED, _DROPPED, _REJECTED = Outcome.APPLIED, Outcome.DROPPED, Outcome.REJECTED
+_LOST, _OPEN = Outcome.LOST, Outcome.OPEN
+_PENDING, _IN_FLIGHT = State.PENDING, State.IN_FLIGHT
+
+# The table of messages has a row of whole numbers for each, and its weight.
+COLUMNS = (
+    *("number", "worker", "fragment", "session", "sequence", "steps", "step_time"),
+    *("began", "sent", "anchor_version", "arrived", "settled", "received", "adopted"),
+    *("version", "answer_version", "staleness", "order", "workers", "steps_since"),
+    *("in_background", "outcome", "weight"),
+)
+SESSION_COLUMNS = ("time", "worker", "session", "event")
+ROW_BYTES = 8 * len(COLUMNS)
+_as_row = operator.attrgetter(*COLUMNS)
+_pack_row = struct.Struct(f"={len(COLUMNS) - 1}qd").pack
 
 
 class Message:
@@ -63,12 +84,7 @@ class Message:
     `Schedule` describes the attributes.
     """
 
-    arrived = settled = received = adopted = -1
-    version = answer_version = staleness = order = workers = -1
-    steps_since = 0
-    outcome = Outcome.OPEN
-    weight = 1.0
-    pace: float | None = None
+    __slots__ = (*COLUMNS, "pace")
 
     def __init__(self, number: int, worker: _Worker, fragment: int, now: int) -> None:
         machine = worker.machines[fragment]
@@ -83,18 +99,13 @@ class Message:
         self.sent = now
         self.anchor_version = worker.anchors[fragment]
         self.in_background = machine.sends_in_background
-
-
-# The table of messages has a row of whole numbers for each, and its weight.
-COLUMNS = (
-    *("number", "worker", "fragment", "session", "sequence", "steps", "step_time"),
-    *("began", "sent", "anchor_version", "arrived", "settled", "received", "adopted"),
-    *("version", "answer_version", "staleness", "order", "workers", "steps_since"),
-    *("in_background", "outcome"),
-)
-SESSION_COLUMNS = ("time", "worker", "session", "event")
-ROW_BYTES = 8 * (len(COLUMNS) + 1)
-_as_row = operator.attrgetter(*COLUMNS)
+        self.arrived = self.settled = self.received = self.adopted = -1
+        self.version = self.answer_version = self.staleness = -1
+        self.order = self.workers = -1
+        self.steps_since = 0
+        self.outcome = _OPEN
+        self.weight = 1.0
+        self.pace: float | None = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -152,7 +163,6 @@ class Simulation:
 
     Attributes:
       rows: the rows of messages, one after another.
-      weights: the weight of each of them.
       sessions: the rows of sessions' events.
       now: the time, ns.
       settled: number of messages that the center has settled.
@@ -163,13 +173,13 @@ class Simulation:
         self._settings = settings
         self._ledgers, self._lengths = settings.ledgers, settings.lengths
         self._dynamic = settings.dynamic
-        self.rows, self.weights = array("q"), array("d")
+        self.rows = bytearray()
         self.sessions = array("q")
         self.now = self.settled = self.events = 0
         self._sent = 0  # number of messages
         self._failures = 0  # since the last exchange
         self._heap: list[tuple[int, int, int, int, Any]] = []
-        self._numbers = itertools.count()
+        self._next_number = itertools.count().__next__
         self._free = 0  # ns, time at which the center's host is free
         cluster = settings.cluster
         host = cluster.center
@@ -196,7 +206,7 @@ class Simulation:
                 zip(cluster.names, cluster.speeds, links, strict=True)
             )
         ]
-        self._index = {worker.name: worker.index for worker in self.workers}
+        self._named = {worker.name: worker for worker in self.workers}
         self._before_barrier: list[_Worker] = []
         self._plan()
 
@@ -211,7 +221,7 @@ class Simulation:
                 self._push(at, _LEFT, worker.index)
         failures = cluster.failures
         for failure in failures.recorded:
-            failing = [self.workers[self._index[name]] for name in failure.workers]
+            failing = [self._named[name] for name in failure.workers]
             at = nanoseconds(failure.at)
             self._push(at, _FAILED, failing[0].index, (failing, failure.down, None))
         if failures.every is not None:
@@ -279,7 +289,7 @@ class Simulation:
             self._settings.progress(max(fractions))
 
     def _push(self, at: int, kind: int, worker: int, data: Any = None) -> None:
-        heapq.heappush(self._heap, (at, kind, worker, next(self._numbers), data))
+        heapq.heappush(self._heap, (at, kind, worker, self._next_number(), data))
 
     # Sessions.
 
@@ -294,6 +304,7 @@ class Simulation:
         worker.connections = [
             ledger.join(worker.name, session, now / 1e9) for ledger in self._ledgers
         ]
+        self._note(now, worker, SessionEvent.JOINED)
         self._before_barrier.append(worker)
         if all(ledger.is_open for ledger in self._ledgers):
             joined, self._before_barrier = self._before_barrier, []
@@ -399,8 +410,7 @@ class Simulation:
 
     def _keep(self, message: Message) -> None:
         """Add a message to the table, after all that happens to it."""
-        self.rows.extend(_as_row(message))
-        self.weights.append(message.weight)
+        self.rows += _pack_row(*_as_row(message))
 
     # Workers: the actions of `Worker.exchange`.
 
@@ -411,19 +421,17 @@ class Simulation:
 
     def _advance(self, now: int, worker: _Worker) -> None:
         """Make local steps until the next call that may do anything."""
-        left = min(
-            [
-                machine.steps_left(
-                    self._length(worker, f), is_answered=f in worker.answers
-                )
-                for f, machine in enumerate(worker.machines)
-            ]
-        )
+        first, answers = sys.maxsize, worker.answers
+        for f, machine in enumerate(worker.machines):
+            length = self._length(worker, f)
+            left = machine.steps_left(length, is_answered=f in answers)
+            first = left if left < first else first
         worker.at = now
-        self._call_at(now + max(1, left) * worker.step, worker)
+        steps = first if first > 1 else 1
+        self._call_at(now + steps * worker.step, worker)
 
     def _call_at(self, at: int, worker: _Worker) -> None:
-        worker.token = token = next(self._numbers)
+        worker.token = token = self._next_number()
         worker.next_call = at
         heapq.heappush(self._heap, (at, _STEPS, worker.index, token, None))
 
@@ -464,8 +472,9 @@ class Simulation:
         while todo:
             f = todo[0]
             machine = worker.machines[f]
-            waits = machine.state is State.PENDING
-            if waits or machine.in_flight:
+            state = machine.state
+            waits = state is _PENDING
+            if waits or state is _IN_FLIGHT:
                 if f not in worker.answers:
                     return
                 if waits:
@@ -496,7 +505,7 @@ class Simulation:
 
     def _adopt(self, now: int, worker: _Worker, f: int) -> None:
         message, machine = worker.answers.pop(f), worker.machines[f]
-        if machine.in_flight:
+        if machine.state is _IN_FLIGHT:
             message.steps_since = machine.current.steps
         else:
             worker.began[f] = now
@@ -504,7 +513,7 @@ class Simulation:
         if message.pace is not None:
             worker.pace = message.pace
         worker.anchors[f] = message.answer_version
-        machine.adopt(resets=message.outcome is Outcome.REJECTED)
+        machine.adopt(resets=message.outcome is _REJECTED)
         worker.messages[f] = None
         self._keep(message)
 
@@ -541,9 +550,7 @@ class Simulation:
             at = now + worker.latency
             if size:
                 at += math.ceil(1e9 * size / worker.bandwidth)
-            heapq.heappush(
-                self._heap, (at, kind, worker.index, next(self._numbers), data)
-            )
+            self._push(at, kind, worker.index, data)
             return
         link.start(now, size, worker.bandwidth, (worker, kind, data))
         self._watch(link)
@@ -565,7 +572,7 @@ class Simulation:
     # The center.
 
     def _arrived(self, now: int, index: int, number: int, message: Message) -> None:
-        if message.outcome is Outcome.LOST:
+        if message.outcome is _LOST:
             return  # its worker has failed meanwhile
         message.arrived = now
         if not self._host_takes_time:
@@ -593,7 +600,7 @@ class Simulation:
         ledger = self._ledgers[f]
         ledger.expire(now / 1e9)
         for name in ledger.take_ended():
-            worker = self.workers[self._index[name]]
+            worker = self._named[name]
             if not worker.is_registered:
                 self._lose_waiting(worker)
         self._decide(now, f)
@@ -604,7 +611,10 @@ class Simulation:
 
     def _decide(self, now: int, f: int) -> None:
         """Settle the messages that are due, and send the answers."""
-        ledger, seconds = self._ledgers[f], now / 1e9
+        ledger = self._ledgers[f]
+        if not ledger.pending:
+            return
+        seconds = now / 1e9
         while ledger.pending and (batch := ledger.due(seconds)) is not None:
             before = ledger.version
             ledger.settle(batch, seconds)
@@ -622,9 +632,10 @@ class Simulation:
         """Record what became of the messages of a batch, and answer them."""
         settings = self._settings
         answer_bytes = settings.sizes[f][1]
+        version = ledger.version
         self._failures = 0
         for i, entry in enumerate(batch.entries):
-            worker = self.workers[self._index[entry.worker]]
+            worker = self._named[entry.worker]
             message, rejection = worker.messages[f], batch.rejected.get(entry.worker)
             assert message is not None
             message.settled = now
@@ -632,18 +643,18 @@ class Simulation:
             message.workers = batch.workers
             message.order = self.settled
             self.settled += 1
-            message.answer_version = ledger.version
-            if batch.is_applied(i):
-                message.outcome = Outcome.APPLIED
-                message.version = ledger.version
+            message.answer_version = version
+            if rejection is not None:
+                message.outcome = _REJECTED
+            elif batch.applies:
+                message.outcome = _APPLIED
+                message.version = version
                 if batch.weights is not None:
                     message.weight = batch.weights[i]
                 if settings.adopts_before:
                     message.answer_version = before
-            elif rejection is not None:
-                message.outcome = Outcome.REJECTED
             else:
-                message.outcome = Outcome.DROPPED
+                message.outcome = _DROPPED
             if not worker.is_registered:
                 continue
             if rejection is not None and rejection.is_last:
@@ -657,5 +668,5 @@ class Simulation:
 
 def _lose(message: Message | None) -> None:
     """Record that an open message will not be applied."""
-    if message is not None and message.outcome is Outcome.OPEN:
-        message.outcome = Outcome.LOST
+    if message is not None and message.outcome is _OPEN:
+        message.outcome = _LOST

@@ -8,6 +8,7 @@ needs it, and together with all others that could be made then.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import optax
 from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.center import (
+    Journal,
     MessageLimits,
     Rejections,
     Store,
@@ -29,6 +31,7 @@ from agn_optax.center import (
 from agn_optax.round import steps
 from agn_optax.simulate._cluster import Cluster
 from agn_optax.simulate._events import Outcome
+from agn_optax.simulate._recording import Recording
 from agn_optax.simulate._rounds import (
     Batches,
     Begin,
@@ -37,6 +40,7 @@ from agn_optax.simulate._rounds import (
     OneByOne,
     Plan,
     Rounds,
+    rounds_of,
 )
 from agn_optax.simulate._schedule import Schedule, schedule
 from agn_optax.simulate._traces import Traces
@@ -59,6 +63,7 @@ def run(
     evaluate: Callable[[PyTree], Any] | None = None,
     every: int = 100,
     target: float | None = None,
+    durability: Journal | None = None,
     progress: Callable[[float], object] | None = None,
     **settings: Any,
 ) -> Traces:
@@ -77,6 +82,7 @@ def run(
       evaluate: see `execute`.
       every: see `execute`.
       target: see `execute`.
+      durability: see `execute`.
       progress: function that is called from time to time with the fraction done, first
         of the schedule, then of its execution.
       **settings: the other arguments of `schedule`.
@@ -127,6 +133,7 @@ def run(
         evaluate=evaluate,
         every=every,
         target=target,
+        durability=durability,
         progress=progress,
     )
 
@@ -143,6 +150,7 @@ def execute(
     every: int = 100,
     target: float | None = None,
     width: int | None = None,
+    durability: Journal | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Traces:
     """Execute a schedule: make its messages, and apply them to a center in its order.
@@ -150,6 +158,11 @@ def execute(
     The center is the store of a real center, which moves message by message. All
     messages that can be made when the center needs one are made together, by one
     program for a fixed number of workers; with ``exact``, one after another.
+
+    The programs are kept for later executions with the same rule, optimizer, loss and
+    data, so that a sweep of many runs compiles them once. Another seed or number of
+    exchanges changes no program, nor does another number of workers with the same
+    width.
 
     A schedule does not know the numbers. If a message would be rejected for its norm,
     as by default one that is not finite, the execution ends with an error: what follows
@@ -174,6 +187,11 @@ def execute(
       target: value of ``evaluate`` at or below which the execution ends.
       width: number of workers whose messages are made together; None for a number that
         suits their size. Results depend on it, to rounding.
+      durability: `agn_optax.center.Journal` with a new directory, to which the run is
+        written as a real center would have written it, with the times of the virtual
+        clock; each message reports its ``loss``. At the end all workers leave. The
+        directory has a tape, and a real center that goes on from it. None writes
+        nothing.
       progress: function that is called from time to time with the fraction done.
 
     Returns:
@@ -185,6 +203,7 @@ def execute(
         range, or there is not enough memory.
       TreeMismatchError: ``params`` are not real floating arrays.
       SimulationError: a message would be rejected.
+      DurabilityError, CenterClosedError: the directory cannot be written.
     """
     check.instance(planned, Schedule, "planned must be the result of schedule(...)")
     if planned.rule is None or len(planned.message_bytes) > 1:
@@ -193,7 +212,7 @@ def execute(
             "only schedules with a rule and without fragments can be executed; this "
             f"one was made with {found}"
         )
-    inner = check.optimizer(inner, "inner")
+    check.optimizer(inner, "inner")
     check.float_leaves(params, "params")
     check.positive_int(every, "every")
     check.whole_number(width, "width", least=1)
@@ -206,12 +225,11 @@ def execute(
     if target is not None and evaluate is None:
         raise errors.InvalidArgumentError("target needs evaluate=, got None")
     params = trees.copy(params)
-    rounds = Rounds(
+    rounds = rounds_of(
         planned.rule,
         inner,
         loss,
         data,
-        params,
         overlap=bool(np.any(planned.in_background)),
         keeps_contribution=bool(np.any(planned.outcome == Outcome.REJECTED)),
     )
@@ -224,7 +242,15 @@ def execute(
     sizes = [leaf.shape[:1] for leaf in jax.tree.leaves(batch)]
     execution = _Execution(planned, rounds, params)
     execution.makes(exact=exact, width=width)
-    execution.run(evaluate, every, target, progress)
+    if durability is None:
+        execution.run(evaluate, every, target, progress)
+    else:
+        recording = execution.record(durability)
+        try:
+            execution.run(evaluate, every, target, progress)
+            recording.finish(execution.end)
+        finally:
+            recording.close()
     return execution.traces(samples=sizes[0][0] if sizes and sizes[0] else 1)
 
 
@@ -250,6 +276,7 @@ class _Execution:
         self._centers: dict[int, PyTree] = {}  # that a row's worker adopts
         self._made: dict[int, Made] = {}
         self._done = 0
+        self._recording: Recording | None = None
         self._plan()
 
     def _plan(self) -> None:
@@ -290,7 +317,7 @@ class _Execution:
     def makes(self, *, exact: bool, width: int | None) -> None:
         """Choose how messages are made, if there is memory for it."""
         workers = len(self._planned.names)
-        loop = jax.eval_shape(self._rounds.start)
+        loop = jax.eval_shape(self._rounds.start, self._params)
         row, params = trees.nbytes(loop), trees.nbytes(self._params)
         # A row, its anchor, and a message that waits.
         needed = workers * (row + 2 * params)
@@ -307,11 +334,25 @@ class _Execution:
             plans = {(p.late, p.steps) for p in self._plans.values()}
             self._maker = Batches(
                 self._rounds,
+                self._params,
                 workers,
                 is_uniform=len(plans) <= 1,
                 most_steps=max((sum(plan) for plan in plans), default=0),
                 width=width,
             )
+
+    def record(self, journal: Journal) -> Recording:
+        """Write the run to a journal."""
+        self._recording = Recording(self._planned, self._params, journal)
+        self._store = self._recording.store
+        return self._recording
+
+    @property
+    def end(self) -> int:
+        """The time at which the execution has ended, ns."""
+        if self._done < len(self._rows):  # at a target
+            return int(self._planned.settled[self._rows[self._done - 1]])
+        return round(self._planned.duration * 1e9)
 
     def run(
         self,
@@ -370,20 +411,24 @@ class _Execution:
     def _apply(self, rows: list[int]) -> None:
         """Make the messages of these rows, and apply those that are to be applied."""
         planned, store = self._planned, self._store
-        submissions, norms = [], []
+        claimed = planned.claimed_weight
+        sent, submissions, norms = [], [], []
         applied = [r for r in rows if planned.outcome[r] == Outcome.APPLIED]
         for row in rows:
             self._make(row)
             made = self._made.pop(row)
             self._loss[row] = made.loss
-            if planned.outcome[row] != Outcome.APPLIED:
-                continue
             submission = Submission(
                 int(planned.sequence[row]),
                 store.place(made.contribution),
                 int(planned.anchor_version[row]),
                 int(planned.steps[row]),
+                None if claimed is None else _known(float(claimed[row])),
+                {"loss": made.loss},
             )
+            sent.append(submission)
+            if planned.outcome[row] != Outcome.APPLIED:
+                continue
             norm = made.norm
             if norm is None and self._rejections.limits.measures:
                 norm, _ = store.measure(
@@ -392,6 +437,9 @@ class _Execution:
             norms.append(None if norm is None else float(norm))
             self._check(row, submission, norms[-1])
             submissions.append(submission)
+        if self._recording is not None:
+            self._recording.settle(rows, sent)
+            return
         if not applied:
             return
         self._rejections.add_norms(norms)
@@ -467,3 +515,7 @@ class _Execution:
             evaluation_versions=np.array(versions, np.int64),
             evaluations=evaluations,
         )
+
+
+def _known(number: float) -> float | None:
+    return None if math.isnan(number) else number

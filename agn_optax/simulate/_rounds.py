@@ -81,20 +81,21 @@ class Made(NamedTuple):
 
 
 class Rounds:
-    """The rounds of all workers of a run.
+    """The rounds of all workers of a run; made by `rounds_of`.
 
     Args:
       rule: the rule.
       inner: the inner optimizer.
       loss: parameters and a batch -> scalar.
       data: number of a worker and of its local step -> batch.
-      params: parameters of a worker, for their shapes and dtypes.
       overlap: whether messages are sent in the background.
       keeps_contribution: whether a message may be rejected.
 
     Attributes:
       makes_batches: whether programs can make the batches.
       data: the function, compiled if it can be.
+      together: kind of the rounds, and whether all have the same plan of local steps
+        -> the compiled program of `Batches`.
     """
 
     def __init__(
@@ -103,12 +104,11 @@ class Rounds:
         inner: optax.GradientTransformation,
         loss: Callable[[PyTree, PyTree], jax.Array],
         data: Callable[[Any, Any], PyTree],
-        params: PyTree,
         *,
         overlap: bool,
         keeps_contribution: bool,
     ) -> None:
-        self.rule, self.overlap, self.params = rule, overlap, params
+        self.rule, self.overlap = rule, overlap
         self._programs = programs(rule, inner)
         self.makes_batches = _is_traceable(data)
         self.data = jax.jit(data) if self.makes_batches else data
@@ -126,6 +126,7 @@ class Rounds:
             overlap or keeps_contribution or self._programs.restore_residual is not None
         )
         self._keeps_anchor = overlap and self._programs.holds_anchor
+        self.together = functools.cache(self._together)
 
     def batch_like(self) -> PyTree:
         """Return the shapes and dtypes of a batch."""
@@ -149,7 +150,7 @@ class Rounds:
         """
         run, total = self._programs, np.float32(0)
         if kind.begin is Begin.STARTED:
-            params, state = run.start(center, self.params)
+            params, state = run.start(center, center)
         else:
             assert loop is not None
             params, state = loop.params, loop.state
@@ -216,9 +217,9 @@ class Rounds:
             carry = body(i, carry)
         return carry
 
-    def start(self) -> Loop:
+    def start(self, params: PyTree) -> Loop:
         """Return a worker that has started, with arrays for all fields."""
-        run, params = self._programs, self.params
+        run = self._programs
         copied, state = run.start(params, params)
         contribution, _, _ = run.contribute(state, copied, params)
         sent = rounds.Sent(copied if run.keeps_sent else None, state.local_steps)
@@ -229,6 +230,42 @@ class Rounds:
             sent if self.overlap else None,
             params if self._keeps_anchor else None,
         )
+
+    def _together(self, kind: Kind, is_uniform: bool) -> Any:
+        steps = None if is_uniform else 0
+        batches = None if self.makes_batches else 0
+        axes = (0, 0, Plan(0, 0, late=steps, steps=steps, batches=batches))
+
+        def message(loop: Loop, center: PyTree, plan: Plan) -> Any:
+            loop, contribution, loss = self.message(kind, loop, center, plan)
+            norm = None
+            if self.rule.message is None:
+                message = rounds.message_of(self.rule, contribution, center)
+                norm = optax.tree.norm(message)
+            return loop, (contribution, loss, norm)
+
+        return jax.jit(jax.vmap(message, in_axes=axes), donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=16)
+def rounds_of(
+    rule: Rule,
+    inner: optax.GradientTransformation,
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    data: Callable[[Any, Any], PyTree],
+    *,
+    overlap: bool,
+    keeps_contribution: bool,
+) -> Rounds:
+    """Return the rounds of all runs with these arguments, which share the programs."""
+    return Rounds(
+        rule,
+        inner,
+        loss,
+        data,
+        overlap=overlap,
+        keeps_contribution=keeps_contribution,
+    )
 
 
 class OneByOne:
@@ -254,6 +291,7 @@ class Batches:
 
     Args:
       rounds: the rounds.
+      params: parameters of a worker.
       workers: number of workers.
       is_uniform: whether all rounds have the same plan of local steps.
       most_steps: largest number of local steps of a round.
@@ -263,6 +301,7 @@ class Batches:
     def __init__(
         self,
         rounds: Rounds,
+        params: PyTree,
         workers: int,
         *,
         is_uniform: bool,
@@ -270,17 +309,14 @@ class Batches:
         width: int | None,
     ) -> None:
         self._rounds, self._most_steps = rounds, most_steps
-        first = rounds.start()
+        self._is_uniform = is_uniform
+        first = rounds.start(params)
         self.width = width or width_for(trees.nbytes(first), workers)
-        self._padding = workers  # the last row is of no worker
-        # The rows of all workers, which the programs overwrite.
-        self._loops = jax.tree.map(
-            lambda x: jnp.repeat(x[None], workers + 1, axis=0), first
-        )
-        steps = None if is_uniform else 0
-        batches = None if rounds.makes_batches else 0
-        self._axes = (0, 0, Plan(0, 0, late=steps, steps=steps, batches=batches))
-        self._program = functools.cache(self._compiled)
+        self._padding = workers  # this row is of no worker
+        # The rows of all workers: a multiple of the width, so that runs with a few more
+        # workers have the same programs.
+        count = -(-(workers + 1) // self.width) * self.width
+        self._loops = _repeated(first, count)
 
     def make(self, kind: Kind, centers: Sequence[PyTree], plans: Sequence[Plan]) -> Any:
         """Make messages of different workers, and return them as `Made`."""
@@ -299,14 +335,16 @@ class Batches:
         rows, firsts, late, steps = [
             np.array(column, np.int32) for column in [*zip(*plans, strict=True)][:4]
         ]
-        if self._axes[-1].steps is None:
+        if self._is_uniform:
             late, steps = late[0], steps[0]
         batches = None
         if not self._rounds.makes_batches:
             made = [self._batches(plan) for plan in plans[:count]]
             batches = _stack([*made, *made[:1] * missing])
         plan = Plan(rows, firsts, late, steps, batches)
-        self._loops, found = self._program(kind)(self._loops, rows, center, plan)
+        program = self._rounds.together(kind, self._is_uniform)
+        loops, found = program(_rows(self._loops, rows), center, plan)
+        self._loops = _with_rows(self._loops, rows, loops)
         contributions, losses, norms = jax.device_get(found)
         # Copies, as one message that waits would keep the arrays of all.
         return [
@@ -324,23 +362,21 @@ class Batches:
         made = [self._rounds.data(plan.worker, plan.first + i) for i in range(last + 1)]
         return _stack(made + made[-1:] * (self._most_steps - len(made)))
 
-    def _compiled(self, kind: Kind) -> Any:
-        rule = self._rounds.rule
 
-        def message(loop: Loop, center: PyTree, plan: Plan) -> Any:
-            loop, contribution, loss = self._rounds.message(kind, loop, center, plan)
-            norm = None
-            if rule.message is None:
-                norm = optax.tree.norm(rounds.message_of(rule, contribution, center))
-            return loop, (contribution, loss, norm)
+# Programs of their own, because they depend on the number of workers.
+@functools.partial(jax.jit, static_argnums=1)
+def _repeated(loop: Loop, count: int) -> Loop:
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), loop)
 
-        def program(loops: Loop, rows: Any, center: PyTree, plan: Plan) -> Any:
-            old = jax.tree.map(lambda leaf: leaf[rows], loops)
-            new, found = jax.vmap(message, in_axes=self._axes)(old, center, plan)
-            loops = jax.tree.map(lambda x, y: x.at[rows].set(y), loops, new)
-            return loops, found
 
-        return jax.jit(program, donate_argnums=0)
+@jax.jit
+def _rows(loops: Loop, rows: Any) -> Loop:
+    return jax.tree.map(lambda leaf: leaf[rows], loops)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_rows(loops: Loop, rows: Any, new: Loop) -> Loop:
+    return jax.tree.map(lambda x, y: x.at[rows].set(y), loops, new)
 
 
 def _is_traceable(data: Callable[[Any, Any], PyTree]) -> bool:

@@ -11,13 +11,14 @@
 A tape is the directory of a center with a `Journal`; docs/tape.md has its format.
 """
 
+from agn_optax.center import Segment
 from agn_optax.tape._audit import Audit, WorkerAudit, audit
 from agn_optax.tape._difference import Difference, diff
 from agn_optax.tape._evaluate import Measured, evaluate
-from agn_optax.tape._events import Event, Message
+from agn_optax.tape._events import Event, FailedJoin, Message
 from agn_optax.tape._forks import Fork, fork
 from agn_optax.tape._forks import check_new as check_new
-from agn_optax.tape._tape import Checked, Found, Segment, Tape, TapeSnapshot, read
+from agn_optax.tape._tape import Checked, Found, Tape, TapeSnapshot, read
 from agn_optax.tape._what_if import Parted, Share, WhatIf, what_if
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Checked",
     "Difference",
     "Event",
+    "FailedJoin",
     "Fork",
     "Found",
     "Measured",

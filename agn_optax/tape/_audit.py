@@ -13,7 +13,7 @@ import optax
 
 from agn_optax._internal import trees
 from agn_optax.rules import Rule
-from agn_optax.tape._events import Event
+from agn_optax.tape._events import Event, FailedJoin
 from agn_optax.tape._tape import Checked, Tape
 
 PyTree = Any
@@ -46,6 +46,8 @@ class Audit(NamedTuple):
     seconds: float  # time of the last event, s
     kinds: dict[str, int]  # number of events by kind
     workers: list[WorkerAudit]
+    failed_joins: list[FailedJoin]
+    more_failed_joins: int  # number of those that are only counted
 
 
 def audit(
@@ -64,7 +66,7 @@ def audit(
         measured: the norm of the change. Messages of a round share it equally. None
         leaves that out.
       params: parameters with the containers to use, see `Tape.replay`.
-      progress: called with the number of each record, twice with a rule.
+      progress: called with the number of each record, again for each way through them.
 
     Raises:
       DurabilityError: the tape is damaged, or with a rule: a snapshot is not what the
@@ -72,7 +74,7 @@ def audit(
       RuleMismatchError: the center has another rule.
     """
     checked = tape.check(progress)
-    events = list(tape.events(tape.begin))
+    events = list(tape.events(progress=progress))
     moves = {} if rule is None else _moves(tape, rule, params, progress)
     kinds: dict[str, int] = {}
     by_worker: dict[str, list[Event]] = {}
@@ -86,6 +88,8 @@ def audit(
         events[-1].time if events else 0.0,
         kinds,
         [_of_worker(name, its, moves) for name, its in sorted(by_worker.items())],
+        [failed for event in events if (failed := event.failed_join)],
+        sum(event.more_failed_joins for event in events),
     )
 
 
@@ -100,12 +104,15 @@ def _moves(
     tape: Tape, rule: Rule, params: PyTree, progress: Callable[[int], None] | None
 ) -> dict[int, float]:
     """Return how far each record with applied messages moved the center."""
-    moves: dict[int, jax.Array] = {}
-    before = None
-    for event, state in tape.states(rule, params=params, progress=progress):
-        if event is not None:
-            moves[event.number] = _distance(before, state.params)
-        before = state.params
+    moves: dict[int, jax.Array] = {}  # read at the end: nothing waits for the device
+    before: PyTree = None
+    for event, store in tape.run(rule, None, params, progress):
+        if event is None:
+            before = store.current_params()
+        elif event.applied:
+            after = store.current_params()
+            moves[event.number] = _distance(before, after)
+            before = after
     return {number: float(moved) for number, moved in moves.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from agn_optax.tape._events import Event, Message
@@ -12,25 +13,36 @@ from agn_optax.tape._tape import Tape
 
 
 class Difference(NamedTuple):
-    """Where two runs part."""
+    """The first difference of two runs."""
 
     # "start": other parameters, or another state of the center optimizer. "order":
-    # other workers came first. "content": a worker sent something else. "answer": the
-    # center did something else with the same messages. "end": one run is longer.
+    # other workers came first, or other workers were registered. "content": a worker
+    # sent something else. "answer": the center did something else with the same
+    # messages. "end": one run is longer.
     kind: Literal["start", "order", "content", "answer", "end"]
     number: int  # of the first record that differs, in the first run if it has it
     version: int  # of the center before it
     first: Event | None  # the record of the first run; None at its end
     second: Event | None
+    # Names of workers that were registered in only one of the runs, sorted.
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.kind == "start":
             return "the runs differ from the start: in the center's first parameters"
-        shown = [_shown(event) for event in (self.first, self.second)]
-        return (
-            f"the runs part after version {self.version}: "
-            f"{_WORDS[self.kind]}\n  first   {shown[0]}\n  second  {shown[1]}"
-        )
+        words = _WORDS[self.kind]
+        registered = [*self.only_first, *self.only_second]
+        if registered:
+            words = "other workers were registered (order)"
+        lines = [f"the runs part after version {self.version}: {words}"]
+        for label, event, names in (
+            ("first ", self.first, self.only_first),
+            ("second", self.second, self.only_second),
+        ):
+            also = f"; only here: {', '.join(names)}" if names else ""
+            lines.append(f"  {label}  {_shown(event)}{also}")
+        return "\n".join(lines)
 
 
 _WORDS = {
@@ -41,19 +53,23 @@ _WORDS = {
 }
 
 
-def diff(first: Tape, second: Tape) -> Difference | None:
+def diff(
+    first: Tape, second: Tape, *, progress: Callable[[int], None] | None = None
+) -> Difference | None:
     """Return the first difference of two runs; None if they are the same.
 
     Runs are the same if the same messages moved the center, were dropped or rejected,
-    in the same order: then all versions are the same. Times, session ids and reported
-    numbers may differ, and so may joins and leaves, which show in the messages. The
-    first record that differs is found by bisection over digests, each of which stands
-    for a message and all before it.
+    in the same order, while the same workers were registered: then all versions are the
+    same. Times, session ids and reported numbers may differ, and so may the order of
+    joins and leaves between two messages. The first record that differs is found by
+    bisection over digests, each of which stands for a message and all before it.
 
     Args:
       first: tape of the first run.
       second: tape of the second run, or of a fork of the first one, which is compared
         from its first record on.
+      progress: called with the number of each record of the first run, then of the
+        second.
 
     Raises:
       DurabilityError: a tape is damaged.
@@ -62,45 +78,57 @@ def diff(first: Tape, second: Tape) -> Difference | None:
     starts = [tape.start_hash(begin) for tape in (first, second)]
     if None not in starts and starts[0] != starts[1]:
         return Difference("start", begin, 0, None, None)
-    (a, of_a), (b, of_b) = (_prefixes(tape, begin) for tape in (first, second))
-    common = min(len(a), len(b))
-    parted = bisect.bisect_left(range(common), True, key=lambda i: a[i] != b[i])
+    runs = [_steps(tape, begin, progress) for tape in (first, second)]
+    (a, b), common = runs, min(map(len, runs))
+    parted = bisect.bisect_left(
+        range(common), True, key=lambda i: a[i].digest != b[i].digest
+    )
     if parted == len(a) == len(b):
         return None
-    ours, theirs = (
-        next(tape.events(numbers[parted])) if parted < len(numbers) else None
-        for tape, numbers in ((first, of_a), (second, of_b))
-    )
-    event = ours or theirs
+    ours, theirs = (run[parted] if parted < len(run) else None for run in runs)
+    one = next(first.events(ours.number)) if ours else None
+    other = next(second.events(theirs.number)) if theirs else None
+    event = one or other
     assert event is not None
     before = event.version - bool(event.applied)
-    return Difference(_kind(ours, theirs), event.number, before, ours, theirs)
+    if ours is None or theirs is None or one is None or other is None:
+        return Difference("end", event.number, before, one, other)
+    only_first = tuple(sorted(ours.registered - theirs.registered))
+    only_second = tuple(sorted(theirs.registered - ours.registered))
+    kind: Literal["order", "content", "answer"] = "answer"
+    if only_first or only_second or _order(one) != _order(other):
+        kind = "order"
+    elif _sent(one) != _sent(other):
+        kind = "content"
+    return Difference(kind, event.number, before, one, other, only_first, only_second)
 
 
-def _prefixes(tape: Tape, begin: int) -> tuple[list[bytes], list[int]]:
-    """Return digests of what happened up to each message, and record numbers."""
-    digest, digests, numbers = b"", [], []
-    for event in tape.events(begin):
+class _Step(NamedTuple):
+    """A record with messages."""
+
+    number: int
+    digest: bytes  # of this step and all before it
+    registered: frozenset[str]  # names of the registered workers
+
+
+def _steps(
+    tape: Tape, begin: int, progress: Callable[[int], None] | None
+) -> list[_Step]:
+    digest, steps = b"", list[_Step]()
+    before = None
+    for event, registered in tape.events_with_registered(begin, progress=progress):
         if event.messages:
-            text = json.dumps([_sent(event), _answered(event)]).encode()
+            content = [_sent(event), _answered(event)]
+            if registered != before:  # there may be thousands
+                before, names = registered, sorted(registered)
+                content.append(names)
+            text = json.dumps(content).encode()
             digest = hashlib.blake2b(digest + text, digest_size=16).digest()
-            digests.append(digest)
-            numbers.append(event.number)
-    return digests, numbers
+            steps.append(_Step(event.number, digest, registered))
+    return steps
 
 
-def _kind(
-    ours: Event | None, theirs: Event | None
-) -> Literal["order", "content", "answer", "end"]:
-    if ours is None or theirs is None:
-        return "end"
-    if _sent(ours) == _sent(theirs):
-        return "answer"
-    # The same exchanges of the same workers: then the messages themselves differ.
-    return "order" if _senders(ours) != _senders(theirs) else "content"
-
-
-def _senders(event: Event) -> Any:
+def _order(event: Event) -> Any:
     return [[message.worker, message.sequence] for message in event.messages]
 
 
@@ -111,8 +139,7 @@ def _sent(event: Event) -> Any:
 
 def _answered(event: Event) -> Any:
     fields = ("outcome", "staleness", "factor", "reason")
-    answers = [[getattr(m, name) for name in fields] for m in event.messages]
-    return [event.registered, answers]
+    return [[getattr(m, name) for name in fields] for m in event.messages]
 
 
 def _shown(event: Event | None) -> str:

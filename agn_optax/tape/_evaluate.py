@@ -11,6 +11,7 @@ from agn_optax.rules import Rule
 from agn_optax.tape._tape import Tape
 
 PyTree = Any
+_BLOCK = 64  # results of a function that are read at a time
 
 
 class Measured(NamedTuple):
@@ -21,24 +22,66 @@ class Measured(NamedTuple):
     numbers: Mapping[str, float]
 
 
-def measure(
-    function: Callable[[PyTree], Any], version: int, time: float, params: PyTree
-) -> Measured:
-    """Call a function of parameters, and return its numbers.
+class Measurements:
+    """The numbers of every few versions, and of the newest one.
 
-    Raises:
-      InvalidTypeError: the function returns neither a number nor a dict of numbers.
+    Numbers are read many at a time, because reading waits for the device.
+
+    Args:
+      function: function of parameters; None measures nothing.
+      every: versions from one call of the function to the next.
     """
-    found = function(params)
+
+    def __init__(self, function: Callable[[PyTree], Any] | None, every: int) -> None:
+        check.whole_number(every, "every", least=1, optional=False)
+        self._function, self._every = function, every
+        self._found: list[Measured] = []
+        self._unread: list[tuple[int, float, Any]] = []  # results of the function
+        self._next: int | None = None  # version
+        # The newest version, if it is not measured.
+        self._last: tuple[int, float, Callable[[], PyTree]] | None = None
+
+    def add(self, version: int, time: float, params: Callable[[], PyTree]) -> None:
+        """Measure a version, if it is its turn.
+
+        Args:
+          version: number of the version.
+          time: its time, in s.
+          params: returns its parameters; called before there is another version.
+        """
+        if self._next is None or version >= self._next:
+            self._next, self._last = version + self._every, None
+            self._measure(version, time, params)
+        else:
+            self._last = version, time, params
+
+    def finished(self) -> list[Measured]:
+        """Measure the newest version, and return all numbers."""
+        if self._last is not None:
+            self._measure(*self._last)
+        self._read()
+        return self._found
+
+    def _measure(self, version: int, time: float, params: Callable[[], PyTree]) -> None:
+        if self._function is not None:
+            self._unread.append((version, time, self._function(params())))
+            if len(self._unread) >= _BLOCK:
+                self._read()
+
+    def _read(self) -> None:
+        self._found += [Measured(v, t, _numbers(found)) for v, t, found in self._unread]
+        self._unread.clear()
+
+
+def _numbers(found: Any) -> Mapping[str, float]:
     by_name = found if isinstance(found, Mapping) else {"value": found}
     try:
-        numbers = {str(name): float(value) for name, value in by_name.items()}
+        return {str(name): float(value) for name, value in by_name.items()}
     except (TypeError, ValueError):
         raise errors.InvalidTypeError(
             "a function of parameters must return a number or a dict of numbers, got "
             f"{check.show(found)}"
         ) from None
-    return Measured(version, time, numbers)
 
 
 def evaluate(
@@ -83,14 +126,9 @@ def evaluate(
       2 {'value': -2.0}
       3 {'value': -4.0}
     """
-    check.whole_number(every, "every", least=1, optional=False)
-    first, newest = tape.snapshots[0], tape.find()
-    versions = {*range(first.version, newest.version + 1, every), newest.version}
-    begin = first.number
-    measured = []
-    for event, state in tape.states(
-        rule, versions, begin=begin, params=params, progress=progress
-    ):
-        time = 0.0 if event is None else event.time
-        measured.append(measure(function, int(state.version), time, state.params))
-    return measured
+    measured = Measurements(function, every)
+    for event, store in tape.run(rule, None, params, progress):
+        if event is None or event.applied:
+            time = 0.0 if event is None else event.time
+            measured.add(store.current.number, time, store.current_params)
+    return measured.finished()

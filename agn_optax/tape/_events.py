@@ -28,6 +28,15 @@ class Message(NamedTuple):
     reported: Mapping[str, Any]  # what the worker reports, by name
     hash: str  # of the contribution; "" if it was not recorded
     is_kept: bool  # whether the contribution is on the tape
+    late_steps: int = 0  # of `steps`: made before the worker adopted its anchor
+
+
+class FailedJoin(NamedTuple):
+    """A worker that could not join."""
+
+    time: float  # s, since the center began
+    worker: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,6 +80,19 @@ class Event:
             None if content is None else content.arrays
             for content in self._history.record(self.number).contents
         ]
+
+    @property
+    def failed_join(self) -> FailedJoin | None:
+        """The worker that could not join; None for an event of another kind."""
+        if self.kind != "failed_join":
+            return None
+        about = self._record.about
+        return FailedJoin(self.time, about["worker"], about["reason"])
+
+    @property
+    def more_failed_joins(self) -> int:
+        """Number of failed joins since the event before that have no event."""
+        return self._record.about.get("more_failed_joins", 0)
 
     @property
     def session_ids(self) -> Mapping[str, str]:
@@ -135,4 +157,5 @@ def _message(about: Mapping[str, Any], content: Any, is_kept: bool) -> Message:
         "hash": "" if content is None else content.digest.hex(),
         "is_kept": content is not None and is_kept,
     }
-    return Message(**own, **{n: about[n] for n in Message._fields if n not in own})
+    # Tapes of earlier releases lack some fields.
+    return Message(**own, **{n: about[n] for n in Message._fields if n in about})

@@ -89,7 +89,7 @@ def fork(
       [1. 1.] 0
     """
     path = check_new(directory)
-    found = tape.find(version, seconds)
+    found = tape.find(version, seconds, progress=progress)
     state = tape.replay(rule, found.version, params=params, progress=progress)
     ledger = Ledger(Asynchronous(), limits=Limits(max_workers=None), barrier=0)
     for saved in tape.ledgers(found.number):

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +25,6 @@ _log = logging.getLogger("agn_optax")
 _ROUNDING = 1e-3
 
 
-class Segment(NamedTuple):
-    """Consecutive records in one file."""
-
-    number: int  # of the first record
-    path: pathlib.Path
-    is_kept: bool  # False if the contributions were dropped
-
-
 class Found(NamedTuple):
     """A version on a tape."""
 
@@ -40,6 +32,7 @@ class Found(NamedTuple):
     version: int
     time: float  # s, since the center began
     digest: bytes  # of the last record that leads to it
+    end: int  # number of records before the next version
 
 
 class TapeSnapshot(NamedTuple):
@@ -51,7 +44,7 @@ class TapeSnapshot(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What `Tape.check` has read."""
+    """The result of `Tape.check`: how much it has read."""
 
     records: int
     contributions: int  # contributions that were compared with their hashes
@@ -78,10 +71,7 @@ class Tape:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         history = self._history = History(path)
         self.path = history.path
-        self.segments = [
-            Segment(each.number, each.path, each.kind == "journal")
-            for each in history.segments
-        ]
+        self.segments = history.segments
         self._snapshots = {
             number: history.snapshot(number, with_arrays=False)
             for number in history.snapshots
@@ -99,23 +89,58 @@ class Tape:
     @property
     def begin(self) -> int:
         """Number of the first record."""
-        first = [each[0].number for each in (self.segments, self.snapshots) if each]
-        return min(first)
+        return min(each[0].number for each in (self.segments, self.snapshots) if each)
 
-    def events(self, begin: int = 0) -> Iterator[Event]:
+    def events(
+        self,
+        begin: int | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> Iterator[Event]:
         """Yield the events from a record on, in their order.
 
         Args:
-          begin: number of the first record.
+          begin: number of the first record; None for the first one on the tape.
+          progress: called with the number of each record.
 
         Raises:
           DurabilityError: a record is damaged or missing.
         """
-        return self._events(begin, with_arrays=False)
+        begin = self.begin if begin is None else begin
+        return self._events(begin, progress, with_arrays=False)
 
-    def _events(self, begin: int, *, with_arrays: bool) -> Iterator[Event]:
+    def _events(
+        self,
+        begin: int,
+        progress: Callable[[int], None] | None,
+        *,
+        with_arrays: bool = True,
+    ) -> Iterator[Event]:
         for record in self._history.records(begin, with_arrays=with_arrays):
+            if progress is not None:
+                progress(record.number)
             yield event_of(record, self._history)
+
+    def events_with_registered(
+        self, begin: int, *, progress: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[Event, frozenset[str]]]:
+        """Yield the events from a record on, each with the workers registered before.
+
+        Args:
+          begin: number of the first record.
+          progress: called with the number of each record.
+
+        Raises:
+          DurabilityError: see `events`.
+        """
+        registered = frozenset[str]()
+        for event in self.events(progress=progress):
+            if (snapshot := self._snapshots.get(event.number)) is not None:
+                # Sessions may have ended without records: the center has a new id.
+                registered = _with_changes(frozenset(), snapshot.about["ledger"])
+            if event.number >= begin:
+                yield event, registered
+            registered = _with_changes(registered, event.ledger)
 
     def check(self, progress: Callable[[int], None] | None = None) -> Checked:
         """Check the chain, the hashes of the contributions, and the snapshots.
@@ -129,14 +154,12 @@ class Tape:
         """
         kept = hashes = records = 0
         digests, saved = dict[int, str](), dict[int, str]()
-        for event in self._events(self.begin, with_arrays=True):
+        for event in self._events(self.begin, progress):
             records += 1
             kept += sum(message.is_kept for message in event.messages)
             hashes += sum(not message.is_kept for message in event.messages)
             digests[event.number + 1] = event.digest
             saved.update(event.snapshots)
-            if progress is not None:
-                progress(event.number)
         for number in self._snapshots:
             snapshot = self._history.snapshot(number)
             for what, found, recorded in (
@@ -184,20 +207,26 @@ class Tape:
             version could be computed, or a snapshot is another center than the one
             computed here.
         """
-        version = self.find(version, seconds).version
-        begin = self.snapshots[0].number if whole else self._before(version)
-        states = self.states(
-            rule, [version], begin=begin, params=params, progress=progress
-        )
-        return next(state for _, state in states)
+        found = self.find(version, seconds)
+        begin = self.snapshots[0].number if whole else self._before(found.version)
+        run = self.run(rule, begin, params, progress, end=found.end)
+        ((_, store),) = deque(run, maxlen=1)
+        return store.save()
 
-    def find(self, version: int | None = None, seconds: float | None = None) -> Found:
+    def find(
+        self,
+        version: int | None = None,
+        seconds: float | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> Found:
         """Return a recorded version, by its number or time.
 
         Args:
           version: the version; None for the newest one.
           seconds: seconds since the center began, instead of a version: the newest
             version at that time.
+          progress: called with the number of each record.
 
         Raises:
           InvalidArgumentError: the tape does not have the version.
@@ -207,71 +236,29 @@ class Tape:
                 f"give a version or seconds, not both, got {version} and {seconds}"
             )
         first = self._snapshots[self.snapshots[0].number]
-        time = first.about["time"] if first.number else 0.0
-        found = Found(first.number, first.about["version"], time, first.parent)
-        oldest = found.version
-        for event in self.events(first.number):
+        begin, oldest = first.number, first.about["version"]
+        time = first.about["time"] if begin else 0.0
+        if seconds is not None and not seconds >= time:
+            raise errors.InvalidArgumentError(
+                f"seconds must be at least {time}, where the versions of {self.path} "
+                f"begin, got {seconds}"
+            )
+        found = Found(begin, oldest, time, first.parent, begin)
+        for event in self.events(begin, progress=progress):
             is_later = version is not None and event.version > version >= oldest
             if is_later or (seconds is not None and event.time > seconds):
                 break
+            end = event.number + 1
             if event.version > found.version:
                 digest = bytes.fromhex(event.digest)
-                found = Found(event.number + 1, event.version, event.time, digest)
+                found = Found(end, event.version, event.time, digest, end)
+            found = found._replace(end=end)
         if version not in (None, found.version):
             raise errors.InvalidArgumentError(
                 f"version must be in [{oldest}, {found.version}], the versions that "
                 f"{self.path} can have, got {version}"
             )
-        if seconds is not None and seconds < found.time:
-            raise errors.InvalidArgumentError(
-                f"seconds must be at least {found.time}, where the versions of "
-                f"{self.path} begin, got {seconds}"
-            )
         return found
-
-    def states(
-        self,
-        rule: Rule,
-        versions: Iterable[int] | None = None,
-        *,
-        begin: int | None = None,
-        params: PyTree = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> Iterator[tuple[Event | None, CenterState]]:
-        """Yield the center at several versions, with the event that made it.
-
-        Args:
-          rule: the center's rule.
-          versions: the versions; None for all.
-          begin: number of the snapshot from which the versions are computed; None for
-            the nearest one before each, or for the first one if all are wanted.
-          params: see `replay`.
-          progress: see `replay`.
-
-        Raises:
-          DurabilityError, RuleMismatchError: see `replay`.
-        """
-        if versions is None:
-            first = self.snapshots[0].number if begin is None else begin
-            for event, store in self.run(rule, first, params, progress):
-                if event is None or event.applied:
-                    yield event, store.save()
-            return
-        wanted = deque(sorted(set(versions)))
-        while wanted:
-            first = self._nearest(wanted[0]) if begin is None else begin
-            for event, store in self.run(rule, first, params, progress):
-                if store.current.number == wanted[0]:
-                    wanted.popleft()
-                    yield event, store.save()
-                    if not wanted or (
-                        begin is None and self._nearest(wanted[0]) > first
-                    ):
-                        break
-            else:
-                raise errors.InvalidArgumentError(
-                    f"{self.path} has no version {wanted[0]}"
-                )
 
     def start_of(self, version: int | None) -> int:
         """Return the number of the snapshot of a version; None for the first one.
@@ -348,26 +335,34 @@ class Tape:
     def run(
         self,
         rule: Rule,
-        begin: int,
+        begin: int | None = None,
         params: PyTree = None,
         progress: Callable[[int], None] | None = None,
+        *,
+        end: int | None = None,
     ) -> Iterator[tuple[Event | None, Store]]:
         """Yield the store of a snapshot, and again after each later event.
 
+        Nothing waits for the device.
+
         Args:
           rule: the center's rule.
-          begin: number of the snapshot.
+          begin: number of the snapshot; None for the first one.
           params: see `replay`.
           progress: see `replay`.
+          end: number of records at which to end; None for all.
 
         Raises:
           DurabilityError, RuleMismatchError: see `replay`.
         """
         where = f"the tape {self.path}"
+        begin = self.snapshots[0].number if begin is None else begin
         snapshot = self._history.snapshot(begin)
         store = Store.restore(rule, state_in(snapshot, rule, params, None, where))
         yield None, store
-        for event in self._events(begin, with_arrays=True):
+        if end is not None and end <= begin:
+            return
+        for event in self._events(begin, progress):
             if not all(message.is_kept for message in event.applied):
                 raise errors.DurabilityError(
                     f"{self.path}: the contributions of record {event.number} were "
@@ -378,9 +373,9 @@ class Tape:
             event.apply(store)
             if event.number + 1 in self._snapshots:
                 self._compare(event.number + 1, store)
-            if progress is not None:
-                progress(event.number)
             yield event, store
+            if event.number + 1 == end:
+                return
 
     def _compare(self, number: int, store: Store) -> None:
         """Compare a computed center with a snapshot.
@@ -406,6 +401,15 @@ class Tape:
         _log.warning(
             "%s: it was written on %s, and this is %s", words, written, stack()
         )
+
+
+def _with_changes(registered: frozenset[str], ledger: dict[str, Any]) -> frozenset[str]:
+    """Return the registered workers after a change of some members of a ledger."""
+    members = ledger["members"]
+    ended = {name for name, member in members.items() if member["has_ended"]}
+    if ended.isdisjoint(registered) and members.keys() - ended <= registered:
+        return registered
+    return (registered | members.keys()) - ended
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import trees
 from agn_optax.center import (
     Asynchronous,
     Batch,
@@ -22,11 +22,13 @@ from agn_optax.center import (
     Submission,
 )
 from agn_optax.rules import Rule, difference, workers_difference
-from agn_optax.tape._evaluate import Measured, measure
+from agn_optax.tape._evaluate import Measured, Measurements
 from agn_optax.tape._events import Event, Message
 from agn_optax.tape._tape import Tape
 
 PyTree = Any
+_BLOCK = 64  # adoptions that are compared at a time
+_BLOCK_BYTES = 16 << 20  # bytes of versions whose digests are computed at a time
 
 
 class Parted(NamedTuple):
@@ -96,8 +98,8 @@ def what_if(
         measured, too.
       begin: the first version; None for the first one on the tape.
       params: parameters with the containers to use, see `Tape.replay`.
-      progress: called with the number of each record: first while the recorded center
-        is computed, and then again for the other one.
+      progress: called with the number of each record: while all are read, while the
+        recorded center is computed, and for the other one.
 
     Raises:
       RuleMismatchError: the rules differ in what workers do.
@@ -124,26 +126,24 @@ def what_if(
     rule = rule or recorded_rule
     check_rules(tape, rule)
     number = tape.start_of(begin)
-    events = list(tape.events(number))
+    events = list(tape.events(number, progress=progress))
     _check_kept(tape, events)
-    states = tape.states(recorded_rule, begin=number, params=params, progress=progress)
-    recorded = _Recorded(states, _Numbers(function, every))
-    measured, first = _Numbers(function, every), recorded.first
+    recorded = _Recorded(
+        tape.run(recorded_rule, number, params, progress),
+        Measurements(function, every),
+    )
     run = _Run(tape, recorded_rule, rule, mode, limits, recorded, events)
-    measured.add(int(first.version), 0.0, first.params)
+    store, measured = run.store, Measurements(function, every)
+    measured.add(store.current.number, 0.0, store.current_params)
     for time in run.versions(progress):
-        if function is not None:  # else nothing is copied
-            state = run.store.save()
-            measured.add(state.version, time, state.params)
-    if function is not None:
-        recorded.finish()
+        measured.add(store.current.number, time, store.current_params)
     return WhatIf(
         run.parted,
-        events[-1].version if events else int(first.version),
+        events[-1].version if events else int(recorded.first.version),
         {name: Share(**counts) for name, counts in sorted(run.counts().items())},
-        recorded.numbers.finished(),
+        [] if function is None else recorded.finish(),
         measured.finished(),
-        run.store.save(),
+        store.save(),
     )
 
 
@@ -172,73 +172,79 @@ def _check_kept(tape: Tape, events: list[Event]) -> None:
         )
 
 
-class _Numbers:
-    """The numbers of every few versions, and of the newest one."""
+class _Digests:
+    """Digests of versions, computed many at a time, as each waits for the device."""
 
-    def __init__(self, function: Callable[[PyTree], Any] | None, every: int) -> None:
-        check.whole_number(every, "every", least=1, optional=False)
-        self._function, self._every = function, every
-        self._found: list[Measured] = []
-        self._next: int | None = None  # version
-        self._last: tuple[int, float, PyTree] | None = None  # not measured
+    def __init__(self) -> None:
+        self._found: dict[int, str] = {}
+        self._waiting: dict[int, PyTree] = {}
 
-    def add(self, version: int, time: float, params: PyTree) -> None:
-        """Measure a version, if it is its turn."""
-        if self._function is None:
-            return
-        if self._next is None or version >= self._next:
-            self._found.append(measure(self._function, version, time, params))
-            self._next, self._last = version + self._every, None
-        else:
-            self._last = version, time, params
+    def add(self, version: int, params: PyTree) -> None:
+        """Add a version, whose arrays do not change."""
+        self._waiting[version] = params
+        if len(self._waiting) * trees.nbytes(params) >= _BLOCK_BYTES:
+            self._compute()
 
-    def finished(self) -> list[Measured]:
-        """Measure the newest version, and return all numbers."""
-        if self._function is not None and self._last is not None:
-            self._found.append(measure(self._function, *self._last))
-        return self._found
+    def find(self, version: int) -> str | None:
+        """Return the digest of a version; None if it was not added."""
+        if version in self._waiting:
+            self._compute()
+        return self._found.get(version)
+
+    def _compute(self) -> None:
+        for version, params in self._waiting.items():
+            self._found[version] = trees.digest(params)
+        self._waiting.clear()
 
 
 class _Recorded:
     """The versions of the recorded center, computed as far as they are needed.
 
+    Args:
+      run: the recorded center, see `Tape.run`.
+      numbers: the numbers of its versions so far.
+
     Attributes:
-      first: the first one.
-      numbers: the numbers of the versions so far.
+      first: the state of its first version.
     """
 
     def __init__(
-        self,
-        states: Iterator[tuple[Event | None, CenterState]],
-        numbers: _Numbers,
+        self, run: Iterator[tuple[Event | None, Store]], numbers: Measurements
     ) -> None:
-        self._states, self.numbers = states, numbers
-        self._newest = -1
-        self._hashes: dict[int, str] = {}
-        first = self._advance()
-        assert first is not None  # it is a snapshot
-        self.first = first
+        self._run, self._numbers = run, numbers
+        self._digests: _Digests | None = _Digests()  # None when no more are needed
+        _, store = next(run)  # that of a snapshot
+        self.first = store.save()
+        self._add(store, 0.0)
 
-    def hash_of(self, version: int) -> str | None:
-        """Return the hash of a version; None if there is no such version."""
-        while self._newest < version and (state := self._advance()) is not None:
-            self._hashes[self._newest] = trees.digest(state.params)
-        if version == self.first.version:
-            return trees.digest(self.first.params)
-        return self._hashes.get(version)
-
-    def finish(self) -> None:
-        """Compute all versions, for their numbers."""
-        while self._advance() is not None:
+    def digest(self, version: int) -> str | None:
+        """Return the digest of a version; None if there is no such version."""
+        assert self._digests is not None
+        while self._newest < version and self._advance():
             pass
+        return self._digests.find(version)
 
-    def _advance(self) -> CenterState | None:
-        event, state = next(self._states, (None, None))
-        if state is not None:
-            self._newest = int(state.version)
-            time = 0.0 if event is None else event.time
-            self.numbers.add(self._newest, time, state.params)
-        return state
+    def finish(self) -> list[Measured]:
+        """Compute all versions, and return their numbers."""
+        self._digests = None
+        while self._advance():
+            pass
+        return self._numbers.finished()
+
+    def _advance(self) -> bool:
+        """Go on by an event; return False at the end."""
+        event, store = next(self._run, (None, None))
+        if event is None or store is None:
+            return False
+        if event.applied:
+            self._add(store, event.time)
+        return True
+
+    def _add(self, store: Store, time: float) -> None:
+        self._newest = store.current.number
+        if self._digests is not None:
+            self._digests.add(self._newest, store.current_params())
+        self._numbers.add(self._newest, time, store.current_params)
 
 
 class _Sent(NamedTuple):
@@ -282,7 +288,10 @@ class _Run:
         self._ledger = Ledger(mode or Asynchronous(), limits=limits, barrier=0)
         self._ledger.version = begin
         self._ledger.rejections.max_norm = self.store.max_norm
-        self._own_hashes = {begin: trees.digest(first.params)}
+        self._digests = _Digests()  # of the other center
+        self._digests.add(begin, self.store.current_params())
+        # Versions that a worker adopted and would have adopted, not yet compared.
+        self._adoptions: list[tuple[Parted, bool]] = []
         self._reached = {begin: begin}  # version by recorded version, at the same time
         self._adopted: dict[str, dict[int, int]] = {}  # the same, of workers' answers
         self._sent: dict[str, _Sent] = {}  # messages that wait at the center
@@ -311,6 +320,7 @@ class _Run:
                 self._settle(batch, now)
                 if self.store.current.number > before:
                     yield now
+        self._compare_all()
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return the fields of each worker's `Share`."""
@@ -377,8 +387,10 @@ class _Run:
         contribution = event.contribution(index, self.store)
         norm = None
         if ledger.rejections.limits.measures:
-            center = self.store.current.params
-            norm = float(self.store.measure(contribution, center, samples=False)[0])
+            norm = message.norm  # of a contribution that does not depend on the center
+            if norm is None or self._rule.message is not None:
+                center = self.store.current.params
+                norm = float(self.store.measure(contribution, center, samples=False)[0])
         adopted = event.version
         if self._recorded_rule.adopts == "before" and message.outcome == "applied":
             adopted -= 1
@@ -402,8 +414,7 @@ class _Run:
             weights = batch.weights and [batch.weights[i] for i in indices]
             store.apply(submissions, staleness, weights, batch.workers)
             if self.parted is None:
-                digest = trees.digest(store.tree(store.current))
-                self._own_hashes[store.current.number] = digest
+                self._digests.add(store.current.number, store.current_params())
         self._ledger.settle(batch, now)
         for i, entry in enumerate(batch.entries):
             worker, (message, recorded, _) = entry.worker, sent[i]
@@ -422,8 +433,17 @@ class _Run:
     def _compare(
         self, now: float, worker: str, recorded: int, version: int, *, same: bool = True
     ) -> None:
-        """Compare what a worker adopted with what it would have adopted."""
+        """Note a version that a worker adopted, and that it would have adopted."""
         if self.parted is None:
-            own = self._own_hashes.get(version)
-            if not same or self._recorded.hash_of(recorded) != own:
-                self.parted = Parted(now, worker, recorded, version)
+            self._adoptions.append((Parted(now, worker, recorded, version), same))
+            if len(self._adoptions) >= _BLOCK:
+                self._compare_all()
+
+    def _compare_all(self) -> None:
+        """Find the first worker that would have adopted something else."""
+        for adoption, same in self._adoptions:
+            recorded = self._recorded.digest(adoption.recorded_version)
+            if not same or recorded != self._digests.find(adoption.version):
+                self.parted = adoption
+                break
+        self._adoptions.clear()

@@ -13,6 +13,7 @@ from agn_optax.worker._programs import programs as programs
 from agn_optax.worker._shardings import ParamShardings as ParamShardings
 from agn_optax.worker._shardings import shardings_of as shardings_of
 from agn_optax.worker._worker import Worker, WorkerState
+from agn_optax.worker._worker import check_fragments as check_fragments
 
 __all__ = [
     "FragmentState",

@@ -53,6 +53,7 @@ class FragmentState(NamedTuple):
     exchanges: Any  # int
     weight: Any = None  # float: weight of the round so far; None if none was given
     pace: Any = None  # float: speed as a fraction of the fastest worker's
+    late_steps: Any = 0  # int: see `Submission.late_steps`
 
 
 class FragmentWorker:
@@ -262,6 +263,7 @@ class FragmentWorker:
             self.exchanges,
             self.machine.current.weight,
             self.pace,
+            self.machine.late,
         )
 
     def check_restored(self, loop: Loop, saved: FragmentState) -> None:
@@ -295,6 +297,7 @@ class FragmentWorker:
             completed=completed,
             exchanges=exchanges,
             counts=Counts(int(saved.local_steps), weight),
+            late=int(saved.late_steps),
         )
         version = jax.tree.map(int, saved.anchor_version)
         anchor = Snapshot(saved.anchor, version)
@@ -409,6 +412,7 @@ class FragmentWorker:
             weight=counts.weight,
             reported=dict(self.reported),
             notices={n.check: n.text for n in self.checks.notices.current("worker")},
+            late_steps=min(self.machine.late, counts.steps),
         )
         return Message(self.session, submission, codec_state)
 

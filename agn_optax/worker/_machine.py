@@ -68,6 +68,13 @@ NEXT |= {
     for _, event in [*NEXT]
     if event != "start"
 }
+# The same by event. A lookup in it makes no tuple, and an exchange needs four of them.
+_AFTER: dict[str, dict[State, State]] = {event: {} for _, event in NEXT}
+for (_before, _event), _after in NEXT.items():
+    _AFTER[_event][_before] = _after
+# Attributes of an enum are slow to read in Python 3.11.
+_LOCAL, _PENDING = State.LOCAL, State.PENDING
+_ANSWERED, _IN_FLIGHT = State.ANSWERED, State.IN_FLIGHT
 
 
 class Counts(NamedTuple):
@@ -81,6 +88,9 @@ class Counts(NamedTuple):
         if weight is not None:
             weight = (self.weight or 0.0) + weight
         return Counts(self.steps + steps, self.weight if weight is None else weight)
+
+
+_NO_COUNTS = Counts()
 
 
 class ExchangeMachine:
@@ -101,7 +111,15 @@ class ExchangeMachine:
       current: counts in the loop's arrays: ``committed`` with those of the call in
         progress, or of a call that raised and whose arrays are kept.
       message: counts of the message.
+      late: local steps that the loop had made since a message when its answer was
+        adopted, for the next message; 0 if the worker waited for the answer.
     """
+
+    __slots__ = (  # a simulation has many machines
+        *("overlap", "delay", "patience", "state", "exchanges", "completed"),
+        *("committed", "current", "message", "late"),
+        *("_call", "_before_call", "_round_began", "_raised", "_raised_was_used"),
+    )
 
     def __init__(
         self, *, overlap: bool = False, delay: int = 0, patience: int | None = None
@@ -112,9 +130,10 @@ class ExchangeMachine:
         self.state = State.NO_SESSION
         self.exchanges = 0
         self.completed = 0
-        self.committed = self.current = self.message = Counts()
+        self.committed = self.current = self.message = _NO_COUNTS
+        self.late = 0
         self._call = ""  # name of the call in progress; "" if it counts nothing
-        self._before_call = Counts()  # `current` before that call
+        self._before_call = _NO_COUNTS  # `current` before that call
         self._round_began = False  # whether a round began in that call
         # Name of the last call that raised after its arrays were donated, until a call
         # returns; and whether its counts are in a message, or were discarded.
@@ -122,7 +141,12 @@ class ExchangeMachine:
         self._raised_was_used = False
 
     def start(
-        self, *, completed: int = 0, exchanges: int | None = None, counts: Counts
+        self,
+        *,
+        completed: int = 0,
+        exchanges: int | None = None,
+        counts: Counts,
+        late: int = 0,
     ) -> None:
         """Begin a session, or resume one with ``completed`` exchanges."""
         self._move("start")
@@ -130,6 +154,7 @@ class ExchangeMachine:
             self.exchanges = exchanges
         self.completed = completed
         self.committed = self.current = counts
+        self.late = late
         self._call = self._raised = ""
 
     def leave(self) -> None:
@@ -197,10 +222,11 @@ class ExchangeMachine:
         Args:
           resets: whether local steps made since the message are discarded, too.
         """
-        begins = resets or self.state is State.ANSWERED
+        begins = resets or self.state is _ANSWERED
         self._move("adopt")
         self.completed += 1
         self.exchanges += 1
+        self.late = 0 if begins else self.current.steps
         if begins:
             self._begin_round()
 
@@ -212,17 +238,17 @@ class ExchangeMachine:
     @property
     def finished_rounds(self) -> int:
         """The number of finished rounds; the length of a round depends on it."""
-        return self.exchanges + self.in_flight
+        return self.exchanges + (self.state is _IN_FLIGHT)
 
     @property
     def in_flight(self) -> bool:
         """True if a message is in flight, while local steps go on."""
-        return self.state is State.IN_FLIGHT
+        return self.state is _IN_FLIGHT
 
     @property
     def has_pending_message(self) -> bool:
         """True if a message must be sent, or its answer adopted, before all else."""
-        return self.state in (State.PENDING, State.ANSWERED)
+        return self.state is _PENDING or self.state is _ANSWERED
 
     @property
     def sends_in_background(self) -> bool:
@@ -236,12 +262,12 @@ class ExchangeMachine:
     @property
     def can_send_in_background(self) -> bool:
         """True if a message can be prepared now, and will be sent in the background."""
-        return self.state is State.LOCAL and self.sends_in_background
+        return self.state is _LOCAL and self.sends_in_background
 
     @property
     def can_prepare(self) -> bool:
         """True if a message can be prepared: there are steps, and no message."""
-        return self.state is State.LOCAL and self.current.steps > 0
+        return self.state is _LOCAL and self.current.steps > 0
 
     def is_full(self, length: int) -> bool:
         """Return whether a round of ``length`` is full."""
@@ -263,7 +289,7 @@ class ExchangeMachine:
           is_answered: whether the answer to a message in flight has arrived.
         """
         made = self.current.steps
-        if not self.in_flight:
+        if self.state is not _IN_FLIGHT:
             return length - made
         delay = min(self.delay, length)  # the round may be shorter
         if is_answered:
@@ -277,17 +303,17 @@ class ExchangeMachine:
         made = self.current.steps + steps
         if made >= length or self._raised:
             return True
-        if self.state is State.LOCAL:
+        if self.state is _LOCAL:
             return False
         return self.has_pending_message or (self.in_flight and made >= self.delay)
 
     def _begin_round(self) -> None:
-        self.committed = self.current = self._before_call = Counts()
+        self.committed = self.current = self._before_call = _NO_COUNTS
         self._round_began = True
         self._raised_was_used = self._raised_was_used or not self._call
 
     def _move(self, event: str) -> None:
-        self.state = NEXT[self.state, event]
+        self.state = _AFTER[event][self.state]
 
 
 def due_fragments(

@@ -30,6 +30,7 @@ from agn_optax._internal import (
 )
 from agn_optax.center import MAX_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
+from agn_optax.rules import Rule
 from agn_optax.worker._fragment import (
     Callback,
     FragmentState,
@@ -804,8 +805,7 @@ def _divided(
     center: Center, fragments: Fragments, period: Any, overlap: bool
 ) -> ShardedCenter:
     """Return a center with a shard for each fragment; raise if that is impossible."""
-    such_as = "an agn_optax.Fragments, such as Fragments(2)"
-    check.instance(fragments, Fragments, f"fragments must be {such_as}")
+    check_fragments(fragments, center.rule, period, overlap=overlap)
     if not isinstance(center, ShardedCenter):
         center = ShardedCenter([center])
     if len(center.centers) != len(fragments):
@@ -813,7 +813,22 @@ def _divided(
             "a worker with fragments needs a center with one shard for each of them, "
             f"got {len(fragments)} fragments, and shards: {len(center.centers)}"
         )
-    fragments.check(center.rule)
+    return center.divided_by(fragments)
+
+
+def check_fragments(
+    fragments: Fragments, rule: Rule | None, period: Any, *, overlap: bool
+) -> None:
+    """Check that a worker can exchange by these fragments.
+
+    Raises:
+      InvalidTypeError: ``fragments`` are none, or the period is dynamic.
+      InvalidArgumentError: they do not go with the rule, the period or overlap.
+    """
+    such_as = "an agn_optax.Fragments, such as Fragments(2)"
+    check.instance(fragments, Fragments, f"fragments must be {such_as}")
+    if rule is not None:
+        fragments.check(rule)
     if fragments.delay and overlap:
         got = f"delay={fragments.delay}, overlap=True"
         combinations.reject("fragments with a delay", "overlap=True", got)
@@ -821,4 +836,3 @@ def _divided(
         got = f"period={period}"
         combinations.reject("dynamic_period", "fragments", got, errors.InvalidTypeError)
     fragments.check_period(int(rounds.as_schedule(period)(0)))
-    return center.divided_by(fragments)

@@ -75,6 +75,15 @@ def work(center: LocalCenter, seed: int, train: Any) -> None:
     worker.leave()
 
 
+def versions(found: tape.Tape) -> list[Any]:
+    """Return the parameters of all versions on a tape."""
+    return [
+        store.current_params()
+        for event, store in found.run(RULE)
+        if event is None or event.applied
+    ]
+
+
 def draw_runs(a: tape.Tape, b: tape.Tape, error: Any) -> None:
     """Draw two runs of the same seeds, and how far apart their centers are."""
     parted = tape.diff(a, b)
@@ -85,8 +94,8 @@ def draw_runs(a: tape.Tape, b: tape.Tape, error: Any) -> None:
         x, y = [r.version for r in rows], [r.numbers["value"] for r in rows]
         axes[0].plot(x, y, label=label)
     distances = [
-        float(optax.tree.norm(optax.tree.sub(one.params, other.params)))
-        for (_, one), (_, other) in zip(a.states(RULE), b.states(RULE), strict=True)
+        float(optax.tree.norm(optax.tree.sub(one, other)))
+        for one, other in zip(versions(a), versions(b), strict=True)
     ]
     axes[1].plot(distances, color="tab:red")
     titles = ("test error, %", "distance of the two centers")

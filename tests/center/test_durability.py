@@ -773,6 +773,9 @@ def disk(monkeypatch):
 
 def test_response_waits_until_the_message_is_synced(tmp_path, disk):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    for i in range(5):
+        sessions.join(center, f"w{i}")
+    disk.syncs = 0
     disk.ready.clear()
     workers = [
         threading.Thread(target=send, args=(center, 1.0, f"w{i}")) for i in range(5)
@@ -792,6 +795,22 @@ def test_response_waits_until_the_message_is_synced(tmp_path, disk):
         each.join(LIMIT)
         assert not each.is_alive()
     assert disk.syncs == 2  # one for the first message, and one for all later ones
+    center.close()
+
+
+def test_worker_starts_when_its_join_is_synced(tmp_path, disk, killed):
+    """A center killed right after a worker has started knows the worker."""
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), barrier=1)
+    disk.ready.clear()
+    joined = in_background(lambda: center.join("w"), "a test")
+    wait_until(lambda: disk.syncs == 1)
+    assert not joined.done()
+    disk.ready.set()
+    token = joined.result(LIMIT).resume_token
+    again = kept(Journal(killed(tmp_path / "a")), barrier=1)
+    resumed = again.join("w", resume_token=token, timeout=0.0)
+    assert resumed.exchange(Submission(1, jnp.ones(2), anchor_version=0)).applied
+    again.close()
     center.close()
 
 
@@ -829,7 +848,9 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
 
 def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     center = kept(Journal(tmp_path), params=jnp.zeros(2))
-    disk.error, disk.first_error = errno.ENOSPC, 2
+    for name in ("a", "b"):
+        sessions.join(center, name)
+    disk.syncs, disk.error, disk.first_error = 0, errno.ENOSPC, 2
     disk.ready.clear()
 
     def exchange(worker):

@@ -10,7 +10,7 @@ from agn_optax.center import Recent
 
 
 def after(*times, each=(1, 10)):
-    recent = Recent(0.0, 2)
+    recent = Recent(0.0)
     for time in times:
         recent.add(time, *each)
     return recent

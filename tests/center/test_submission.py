@@ -22,6 +22,8 @@ def test_checked_submission_has_python_numbers():
         ({"steps": -1}, errors.InvalidArgumentError, "steps must be a whole number"),
         ({"steps": 1 << 31}, errors.InvalidArgumentError, "steps must be a whole"),
         ({"steps": 1.5}, errors.InvalidArgumentError, "steps must be a whole number"),
+        ({"late_steps": -1}, errors.InvalidArgumentError, "late_steps must be"),
+        ({"late_steps": 3, "steps": 2}, errors.InvalidArgumentError, "late_steps must"),
         ({"weight": 0.0}, errors.InvalidArgumentError, "weight must be a positive"),
         ({"weight": "3"}, errors.InvalidTypeError, "weight must be a positive"),
         ({"anchor_version": -1}, errors.InvalidArgumentError, "anchor_version must"),
@@ -38,7 +40,7 @@ def test_numbers_out_of_range_are_errors(fields, error, message):
 
 @pytest.mark.parametrize("weight", [None, 0.1])
 def test_plain_fields_come_back_from_json(weight):
-    sent = Submission(3, None, 2, steps=5, weight=weight)
+    sent = Submission(3, None, 2, steps=5, weight=weight, late_steps=1)
     fields = json.loads(json.dumps(plain(sent)))
     assert Submission(contribution=None, **fields) == sent
     answer = Answer(None, 7, 3, norm=1.5, applied=False, rejected="why", pace=0.5)

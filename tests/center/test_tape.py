@@ -227,7 +227,8 @@ def test_events_say_what_decided(tmp_path):
     kinds = [record.about["kind"] for record in found]
     assert kinds[:6] == ["join", "join", "exchange", "exchange", "dropped", "join"]
     assert "rejected" in kinds
-    assert kinds[-3:] == ["join", "expired", "leave"]
+    assert kinds[-4:] == ["join", "disconnect", "expired", "leave"]
+    assert found[-3].about["workers"] == ["gone"]
     times = [record.about["time"] for record in found]
     assert times == sorted(times)
     assert times[0] >= 0
@@ -250,6 +251,40 @@ def test_events_say_what_decided(tmp_path):
     (message,) = rejected.about["messages"]
     assert "its norm is" in message["reason"]
     np.testing.assert_array_equal(rejected.arrays[0], 50.0)
+
+
+def test_failed_joins_are_recorded_with_their_reason(tmp_path):
+    center = make(tmp_path, limits=Limits(max_workers=1))
+    session = center.join("a")
+    with pytest.raises(errors.CenterFullError) as full:
+        center.join("b")
+    with pytest.raises(errors.TreeMismatchError):
+        center.join("a", params=jnp.zeros(3))
+    with pytest.raises(errors.WorkerStateError):
+        center.join("a", resume_token=["0" * 32, session.session_id])
+    state = center.save()
+    center.close()
+    found = events(tmp_path)
+    assert [event["kind"] for event in found] == ["join", *["failed_join"] * 3]
+    assert [event["worker"] for event in found[1:]] == ["b", "a", "a"]
+    assert found[1]["reason"] == str(full.value)
+    assert all(not event["workers"] for event in found[1:])
+    with make(tmp_path, params=None) as again:
+        assert_identical(again.save(), state)
+        assert again.workers == {"a"}
+
+
+def test_failed_joins_without_end_are_counted(tmp_path):
+    with make(tmp_path, limits=Limits(max_workers=1)) as center:
+        center.join("w")
+        for number in range(100):
+            with pytest.raises(errors.CenterFullError):
+                center.join(f"w{number}")
+        send(center)
+    kinds = [event["kind"] for event in events(tmp_path)]
+    assert kinds == ["join", *["failed_join"] * 16, "join", "exchange"]
+    (said,) = (x for event in events(tmp_path) if (x := event.get("more_failed_joins")))
+    assert said == 100 - 16
 
 
 def test_contributions_that_did_not_move_the_center_are_not_in_other_journals(tmp_path):

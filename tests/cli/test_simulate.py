@@ -1,14 +1,19 @@
 """``agn-optax simulate run.toml``: a run's file with a table [cluster]."""
 
+import io
 import json
 import re
 
+import jax.numpy as jnp
 import pytest
-from helpers.commands import fails, succeeds
+import rich.console
+from helpers.commands import command, fails, succeeds
 
+import agn_optax
 from agn_optax import rules, simulate
 from agn_optax.center import Synchronous
 from agn_optax.ops import planning
+from agn_optax.ops.cli import _progress
 
 RUN = """
 program = "train.py"
@@ -72,6 +77,60 @@ def test_table_begins_with_seed_and_digest(file):
     assert re.search(r"utilization .* \d\d\.\d%", output)
 
 
+def test_fragments_are_equal_parts_of_the_model(file):
+    options = ["--fragments=3", "--fragments-delay=2", "--parameters=10", "--json"]
+    found = json.loads(succeeds("simulate", str(file), *options))
+    schedule = simulate.schedule(
+        simulate.Cluster(
+            workers=3,
+            speed=[simulate.LogNormal(s, 0.2) for s in (0.1, 0.1, 0.4)],
+            link=simulate.Link(latency=0.02, bandwidth=12.5e6),
+            center=simulate.CenterHost(seconds=0.01),
+            failures=simulate.Failures(every=600.0, down=5.0),
+        ),
+        period=10,
+        mode=Synchronous(quorum=2, grace=0.5),
+        rule=rules.diloco(codec=rules.CODECS["int8"]),
+        params=[jnp.zeros(4), jnp.zeros(3), jnp.zeros(3)],
+        fragments=agn_optax.Fragments(3, delay=2),
+        seconds=60.0,
+    )
+    assert found["digest"] == schedule.digest
+    # Larger parts than an array can have.
+    succeeds("simulate", str(file), "--fragments=2", "--parameters=1e11")
+
+
+def test_run_without_an_exchange_has_dashes(file):
+    output = succeeds("simulate", str(file), "--seconds=0.5")
+    assert re.search(r"applied +│ +0 ", output)
+    assert re.search(r"staleness mean +│ +- ", output)
+
+
+def test_center_takes_all_workers_of_the_run(file):
+    """A launched center does, too."""
+    file.write_text(RUN.replace("step-times = [0.1, 0.1, 0.4]", "step-time = 0.1"))
+    options = ["--workers=65", "--seconds=5", "--json"]
+    assert json.loads(succeeds("simulate", str(file), *options))["workers"] == 65
+    fails("simulate", str(file), *options, "--max-workers=64", code=2)
+    output = fails("simulate", str(file), "--workers=1000000000", code=2)
+    assert "GB, more than half of this machine's memory" in " ".join(output.split())
+
+
+def test_progress_of_a_long_simulation_is_shown_in_a_terminal(file, monkeypatch):
+    shown = io.StringIO()
+    console = rich.console.Console(file=shown, force_terminal=True)
+    monkeypatch.setattr(_progress, "_AFTER", -1.0)
+    options = ["--exchanges=5000", "--seconds=1e6"]
+    succeeds("simulate", str(file), *options)  # where nobody looks, nothing is shown
+    monkeypatch.setattr(_progress._table, "console", lambda **_: console)
+    command("simulate", str(file), *options)
+    assert re.search(r"simulating .*%", shown.getvalue())
+
+
+def test_help_names_the_table_of_the_cluster():
+    assert "[cluster]" in succeeds("simulate", "--help")
+
+
 def test_launch_ignores_the_cluster(file):
     (file.parent / "train.py").touch()
     assert "train.py" in succeeds("launch", "--dry-run", str(file))
@@ -83,7 +142,13 @@ def test_launch_ignores_the_cluster(file):
         ("period = 10", "", "--period is missing"),
         ("step-times", "step-time = 0.1\nstep-times", "give the seconds of a local"),
         ("sigma = 0.2", "memory = 0.2", "--memory needs --sigma"),
-        ("[0.1, 0.1, 0.4]", "[0.1]", "speed must be one for all 3 workers"),
+        ("[0.1, 0.1, 0.4]", "[0.1]", "a number for each of the 3 workers, got 1"),
+        ("[0.1, 0.1, 0.4]", "[0, 1, 1]", "each of step-times must be a positive"),
+        ("period = 10", "period = 10\nfragments = 0", "fragments must be a positive"),
+        ("period", "fragments-delay = 1\nperiod", "-delay needs --fragments"),
+        ("failures-every = 600", "", "--failures-down needs --failures-every"),
+        ("parameters = 1e6", "parameters = 1e30", "parameters must be a number in"),
+        ("quorum = 2", "quorum = 2\nbarrier = 4", "or no worker ever starts; got 4"),
         ("seconds = 60", "", "give exchanges= or seconds="),
         ("latency", "lateness", "unknown key 'lateness'"),
         ("workers = 3", "", "the number of workers is missing"),
@@ -95,3 +160,8 @@ def test_bad_files_are_rejected(file, old, new, message):
     file.write_text(RUN.replace(old, new, 1))
     output = fails("simulate", str(file), code=2)
     assert message in " ".join(output.split())
+
+
+def test_no_workers_on_the_command_line_do_not_mean_those_of_the_file(file):
+    output = fails("simulate", str(file), "--workers=0", code=2)
+    assert "each of the 0 workers" in output

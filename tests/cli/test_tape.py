@@ -20,7 +20,7 @@ import agn_optax
 from agn_optax import tape
 from agn_optax._internal import trees
 from agn_optax.center import Journal, LocalCenter
-from agn_optax.ops.cli import _tape
+from agn_optax.ops.cli import _progress
 
 ADAM = ("--rule=agn", "--center-optimizer=adam", "--learning-rate=0.05")
 RULE = shared.agn(shared.adam(0.05))
@@ -262,9 +262,9 @@ def test_center_continues_beside_the_options_of_its_rule(path):
 def test_progress_is_shown_in_a_terminal_when_work_takes_long(path, monkeypatch):
     shown = io.StringIO()
     console = rich.console.Console(file=shown, force_terminal=True)
-    monkeypatch.setattr(_tape, "_PROGRESS_AFTER", -1.0)
+    monkeypatch.setattr(_progress, "_AFTER", -1.0)
     succeeds("replay", path)  # where nobody looks, nothing is shown
-    monkeypatch.setattr(_tape._table, "console", lambda **_: console)
+    monkeypatch.setattr(_progress._table, "console", lambda **_: console)
     command("replay", path)
     assert "record " in shown.getvalue()
 

@@ -28,11 +28,16 @@ _OFF = Thresholds(
 
 
 class Task:
-    """A call of a thread of the server, repeated after it was blocked."""
+    """A call of a thread of the server, repeated after it was blocked.
+
+    Attributes:
+      waits: whether it is blocked.
+      turns: number of turns so far.
+    """
 
     def __init__(self, process, call, link=None):
         self.process, self.call, self.link = process, call, link
-        self.waits = False
+        self.waits, self.turns = False, 0
 
 
 class Server:
@@ -69,6 +74,7 @@ class Server:
         self._woken = []
         self._saving = self._flush_planned = False
         self._savers = 0  # calls in progress that save a snapshot
+        self._replies = 0  # packets to workers and observers
 
     # The process.
 
@@ -162,20 +168,23 @@ class Server:
 
     def _turn(self, task):
         task.waits = False
+        task.turns += 1
         try:
             task.call()
         except Blocked as blocked:
             task.waits = True
-            blocked.condition.waiting.append(task)
+            blocked.condition.waiting[task] = None
             if blocked.timeout is not None:
-                self._loop.at(blocked.timeout, self._wake, task)
+                # At least a microsecond, or the clock might not move.
+                delay = max(blocked.timeout, 1e-6)
+                self._loop.at(delay, self._wake, task, task.turns)
         except errors.CenterClosedError:
             task.link.end()
         except errors.AgnOptaxError as error:
             task.link.fail(error)
 
-    def _wake(self, task):
-        if task.waits:
+    def _wake(self, task, turns):
+        if task.waits and task.turns == turns:  # else it has had another turn
             self._run_task(task)
 
     def _later(self, delay, call, link=None):
@@ -237,7 +246,7 @@ class Server:
         if not self.core.wait_for_barrier(_ANSWER_INTERVAL):
             self._then(link, self._wait_for_barrier)
         else:
-            link.reply("joined", self.core.center_id)
+            self._reply(link, "joined", self.core.center_id)
 
     def _exchange(self, link, submission):
         if link.session is None:
@@ -257,7 +266,13 @@ class Server:
     def _send_answer(self, link, kept, params):
         link.session.wait_until_kept(kept)
         answer = kept.answer._replace(params=params, witness=self.core.witness)
-        link.reply("answer", answer)
+        self._reply(link, "answer", answer)
+
+    def _reply(self, link, *packet):
+        link.reply(*packet)
+        self._replies += 1
+        if self._replies in self._scenario.replies:
+            self._disk.kill()
 
     def _then(self, link, call, *args):
         """Go on with another step of a thread, which may be blocked by itself."""
@@ -272,7 +287,7 @@ class Server:
     def _pull(self, link):
         with self.core.reading(kept=True) as version:
             params = np.array(self.core.store.unplace(version.params))
-            link.reply("pulled", version.number, params)
+            self._reply(link, "pulled", version.number, params)
 
     def _alive(self, link, worker, session_id):
         self.core.heartbeat([(worker, session_id)])

@@ -51,7 +51,7 @@ class Condition:
     """
 
     def __init__(self, let_others, wake):
-        self.waiting = []
+        self.waiting = {}  # calls that wait, in order
         self._let_others, self._wake = let_others, wake
 
     def __enter__(self):
@@ -77,7 +77,7 @@ class Condition:
 
     def notify_all(self):
         """Wake up all calls that wait."""
-        woken, self.waiting = self.waiting, []
+        woken, self.waiting = self.waiting, {}
         self._wake(woken)
 
     notify = notify_all
@@ -140,7 +140,7 @@ class FaultyDisk(Calls):
         self.calls += 1
         fault = self._faults.get(self.calls)
         if fault == "before":
-            self._kill()
+            self.kill()
         if fault == "full" and name != "open":
             raise OSError(28, "No space left on device")
         if fault == "torn" and name == "pwritev":
@@ -149,11 +149,12 @@ class FaultyDisk(Calls):
             half = data[: len(data) // 2]
             self._note([("write", self.files[file], position, half)])
             os.pwrite(file, half, position)
-            self._kill()
+            self.kill()
         # What is synced is in `_disk`: the disk of this machine need not be waited for.
         is_sync = name in ("fsync", "fdatasync")
         result = None if is_sync else real(*args, **kwargs)
-        self._note(note(result, *args))
+        if self._disk is not None or name == "open":  # `note` records open files
+            self._note(note(result, *args))
         if (
             name == "open"
             and args[1] & os.O_RDWR
@@ -162,7 +163,7 @@ class FaultyDisk(Calls):
         ):
             self._journals.add(result)
         if fault == "after":
-            self._kill()
+            self.kill()
         return result
 
     def _note(self, events):
@@ -170,7 +171,8 @@ class FaultyDisk(Calls):
             for event in events:
                 self._disk.do(*event)
 
-    def _kill(self):
+    def kill(self):
+        """Kill the process, which is running."""
         self.dead = True
         raise KilledError
 

@@ -44,11 +44,16 @@ class Ledger:
       versions: parameters of all versions so far, by number.
       applied: messages that made each version, from version 1 on.
       size: number of parameters.
+
+    Args:
+      scenario: the scenario.
+      on_version: called right after versions at which an observer looks.
     """
 
     size = 4
 
-    def __init__(self, scenario):
+    def __init__(self, scenario, on_version):
+        self._on_version = on_version
         self.versions = [np.zeros(self.size, np.float32)]
         self.applied = []
         self.messages = {}  # by session id and sequence
@@ -61,6 +66,7 @@ class Ledger:
         self._ranks = {}  # of sessions at the center: a newer one has a higher rank
         self._newest = {}  # rank of the newest session, by worker
         self._settled = {}  # rank of the newest session with an answer, by worker
+        self._begun = set()  # sessions whose workers know that they have joined
         self._core = None
         self._count = itertools.count(1)
         self._current = {}  # session of each worker, in this process of the center
@@ -104,13 +110,14 @@ class Ledger:
         message.contribution = made
         return made
 
-    def joined(self, center_id):
-        """Record that a worker knows the center id."""
+    def joined(self, life, center_id):
+        """Record that a worker knows the center id, and that its session has begun."""
         check(center_id == self._center_id, "a worker joined another center")
         self._is_known = True
+        self._begun.add(life.session_id)
 
     def pulled(self, life, version, params):
-        """Record that a worker has adopted a version."""
+        """Record that a worker or an observer has a version."""
         self._check_version(life, version, params)
 
     def answered(self, life, message, answer):
@@ -129,6 +136,12 @@ class Ledger:
             outcome,
         )
         message.outcome = outcome
+        mode = self._scenario.mode
+        may_drop = getattr(mode, "versions", None) is not None
+        may_drop = may_drop or getattr(mode, "late", None) == "drop"
+        check(outcome != "dropped" or may_drop, "message %d was dropped", number)
+        is_poisoned = number in self._scenario.poisoned
+        check(outcome != "rejected" or is_poisoned, "message %d was rejected", number)
         if outcome == "applied":
             check(at is not None, "message %d was answered, but not applied", number)
             first = at if self._rule != "easgd" else at - 1
@@ -153,9 +166,10 @@ class Ledger:
 
     def cannot_resume(self, life, error):
         """Check that a session that cannot be resumed was replaced by another one."""
-        newest, rank = self._newest[life.worker.name], self._ranks[life.session_id]
-        is_known = rank == self._settled.get(life.worker.name)  # it has had an answer
-        is_lost = is_known and newest <= rank
+        newest = self._newest.get(life.name, 0)
+        is_lost = (
+            life.session_id in self._begun and newest <= self._ranks[life.session_id]
+        )
         check(not is_lost, "session %s is lost: %s", life.session_id, error)
 
     def adopted(self, message, answer, x, *, in_flight):
@@ -247,7 +261,7 @@ class Ledger:
         return connection
 
     def _apply(self, apply, submissions, *args):
-        store = self._core.store
+        store, before = self._core.store, self._core.store.current.number
         apply(submissions, *args)
         number = store.current.number
         check(number == len(self.versions), "version %d was skipped", number)
@@ -283,7 +297,8 @@ class Ledger:
                 each,
             )
         check(len({*numbers}) == len(numbers), "a round has a message twice")
-        after = self._expected(contributions)
+        missed = [before - each.anchor_version for each in submissions]
+        after = self._expected(contributions, missed)
         params = _params(store)
         check(
             _close(params, after),
@@ -294,11 +309,17 @@ class Ledger:
         )
         self.versions.append(params)
         self.applied.append(numbers)
+        if number in self._scenario.pulls:
+            self._on_version()
 
-    def _expected(self, contributions):
+    def _expected(self, contributions, missed):
+        """Return the next version; messages have missed that many rounds."""
         before = self.versions[-1]
         if self._rule == "easgd":
             return before + _RATE * (contributions[0] - before)
+        if getattr(self._scenario.mode, "late", None) == "weighted":
+            pairs = zip(contributions, missed, strict=True)
+            contributions = [each / (1 + rounds) for each, rounds in pairs]
         total = sum(contributions)
         return before - (total / len(contributions) if self._is_mean else total)
 
@@ -333,7 +354,7 @@ class Ledger:
     def _check_tape(self, folder):
         files = Files(folder)
         parent, applied = None, []
-        last = 0.0
+        last, connections = 0.0, {}
         for segment in files.segments():
             if segment.number and parent is None and self._scenario.keep:
                 raise BrokenError("the beginning of the tape is missing")
@@ -351,6 +372,10 @@ class Ledger:
                 check(record.about["time"] >= last, "time goes back on the tape")
                 last = record.about["time"]
                 members = record.about["ledger"]["members"]
+                if "process" in record.about:
+                    connections = {}
+                for name in record.about["workers"]:
+                    _check_joined(record, name, members, connections)
                 made = [
                     (name, members[name]["session_id"], each["sequence"])
                     for each in record.about.get("messages", ())
@@ -369,6 +394,33 @@ class Ledger:
         if not self._scenario.keep:  # a snapshot has replaced the beginning
             expected = expected[len(expected) - len(applied) :]
         check(applied == expected, "the tape has %s, not %s", applied, expected)
+
+
+def _check_joined(record, worker, members, connections):
+    """Check that the tape has all joins of a session before what became of it.
+
+    Args:
+      record: a record of the tape.
+      worker: a worker of the record.
+      members: the ledger's state of these workers.
+      connections: session and connection of each worker in this process so far.
+    """
+    kind, session_id = record.about["kind"], members[worker]["session_id"]
+    last, known = connections.get(worker, ("", 0))
+    known = known if session_id == last else 0
+    if kind == "join":
+        connection = record.about["connection"]
+        check(
+            connection == known + 1,
+            "record %d is connection %d of %s, after connection %d",
+            record.number,
+            connection,
+            session_id,
+            known,
+        )
+        connections[worker] = session_id, connection
+    elif kind not in ("expired", "leave"):  # else it may not have returned since
+        check(known, "record %d: %s has not joined on the tape", record.number, worker)
 
 
 def _params(store):

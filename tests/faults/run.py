@@ -17,7 +17,7 @@ from faults import scenario as scenarios
 from faults.center import Server
 from faults.events import FaultyDisk, Loop
 from faults.ledger import BrokenError, Ledger
-from faults.worker import Worker
+from faults.worker import Observer, Worker
 from helpers import tuning
 
 _LIMIT = 300.0  # s of the virtual clock, in which all workers must be done
@@ -38,7 +38,7 @@ class Run:
     def __init__(self, scenario, folder, patch):
         self.scenario = scenario
         self.loop = Loop()
-        self.ledger = Ledger(scenario)
+        self.ledger = Ledger(scenario, lambda: Observer(self).pull())
         self.disk = FaultyDisk(folder, dict(scenario.disk), forgets=scenario.power)
         self.disk.patch(patch)
         patch.setattr(time, "time", lambda: 1e9 + self.loop.now)
@@ -48,13 +48,17 @@ class Run:
             Worker(self, number, plan) for number, plan in enumerate(scenario.workers)
         ]
 
-    def delays(self, worker):
-        """Return when copies of a packet arrive, s: none, one or two."""
+    def delays(self, name):
+        """Return when copies of a packet arrive, s: none, one or two.
+
+        Args:
+          name: name of the worker or observer to whom the packet belongs.
+        """
         scenario = self.scenario
-        dice = self._dice.get(worker.name)
+        dice = self._dice.get(name)
         if dice is None:
-            name = f"{scenario.seed} packets of {worker.name}"
-            dice = self._dice[worker.name] = random.Random(name)  # noqa: S311
+            seed = f"{scenario.seed} packets of {name}"
+            dice = self._dice[name] = random.Random(seed)  # noqa: S311
         what, short, long = dice.random(), dice.uniform(0.001, 0.01), dice.random()
         if self.loop.now > _CALM:
             return [short]

@@ -18,6 +18,7 @@ _MODES = (
     Synchronous(),
     Synchronous(quorum=2, grace=0.5),
     Synchronous(quorum=1, grace=0.2, late="drop"),
+    Synchronous(quorum=1, grace=0.2, late="weighted"),
 )
 _DISK_FAULTS = ("before", "after", "after", "torn", "full")
 
@@ -59,6 +60,8 @@ class Scenario:
       disk: what happens at calls of the disk, by their numbers: see `FaultyDisk`.
       power: whether the power may fail when the center's process ends.
       kills: times at which the center's process is killed, s.
+      replies: numbers of packets of the center, after which it is killed at once.
+      pulls: numbers of versions, right after which an observer asks for parameters.
       pauses: times and durations in which the center's process is stopped, s.
       closes: whether the center is closed at the end, or killed.
     """
@@ -78,6 +81,8 @@ class Scenario:
     disk: tuple[tuple[int, str], ...] = ()
     power: bool = False
     kills: tuple[float, ...] = ()
+    replies: tuple[int, ...] = ()
+    pulls: tuple[int, ...] = ()
     pauses: tuple[tuple[float, float], ...] = ()
     closes: bool = True
 
@@ -92,7 +97,7 @@ def drawn(seed):
     network = dice.random() < 0.6
     workers = tuple(
         Plan(
-            exchanges=dice.randint(1, 4),
+            exchanges=dice.randint(1, 3),
             resumes=dice.random() < 0.5,
             slowness=dice.choice((0.3, 1.0, 1.0, 3.0)),
             starts=round(dice.uniform(0.0, 1.0), 3),
@@ -119,9 +124,11 @@ def drawn(seed):
         poisoned=some(0.05, lambda: dice.randint(1, 8)),
         disk=some(0.25, lambda: (dice.randint(1, 120), dice.choice(_DISK_FAULTS))),
         power=dice.random() < 0.5,
-        kills=some(0.15, time),
+        kills=some(0.1, time),
+        replies=some(0.1, lambda: dice.randint(1, 20)),
+        pulls=some(0.2, lambda: dice.randint(1, 6)),
         pauses=some(0.07, lambda: (time(), dice.choice((1.0, 6.0)))),
-        closes=dice.random() < 0.5,
+        closes=dice.random() < 0.75,
     )
 
 
@@ -150,7 +157,9 @@ def smaller(scenario) -> Iterator[Scenario]:
     ):
         if any(getattr(scenario, name) != value for name, value in plain.items()):
             yield replace(scenario, **plain)
-    yield from _shorter(scenario, ("poisoned", "disk", "kills", "pauses"))
+    yield from _shorter(
+        scenario, ("poisoned", "disk", "kills", "replies", "pulls", "pauses")
+    )
     for i, plan in enumerate(plans):
         less = [replace(plan, exchanges=n) for n in range(1, plan.exchanges)]
         if plan.resumes:

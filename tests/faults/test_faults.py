@@ -1,10 +1,15 @@
 """A few hundred runs of simulated faults; and the faults of the package they find."""
 
 import dataclasses
+import importlib.util
 import inspect
+import pathlib
+import re
+import sys
 import types
 
 import pytest
+from faults import __main__ as command
 from faults import scenario
 from faults.run import Runner
 from helpers import shared
@@ -22,7 +27,7 @@ FAULTS = {
     ),
     "an ended session leaves its message behind": (
         _ledger,
-        "        self.pending.pop(worker, None)\n        self._forget(member)\n",
+        "        self._remove_message(worker)\n        self._forget(member)\n",
         "        self._forget(member)\n",
     ),
     "a replaced session may resume": (
@@ -39,6 +44,21 @@ FAULTS = {
         _core,
         "        self._core._wait_until_kept(kept.recorded)\n",
         "        pass\n",
+    ),
+    "a join is not recorded": (
+        _core,
+        'self._record("join", worker, session=session_id, connection=connection)',
+        "pass",
+    ),
+    "a join does not wait for the disk": (
+        _core,
+        "        if is_open:\n",
+        "        if False:\n",
+    ),
+    "a pull does not wait for the disk": (
+        _core,
+        "            if kept:\n",
+        "            if False:\n",
     ),
     "an answer waits for one record less": (
         _keeper,
@@ -81,6 +101,45 @@ FAULTS = {
         "        pass\n",
     ),
 }
+
+# Faults that tools/mutants.py makes, too: a module, a line, and the replacement of a
+# piece of the line.
+MUTANTS = [
+    (_ledger, "if resume and not is_same:", "(resume or not is_same)"),
+    (
+        _ledger,
+        "return self._registered.get(worker) or self._ended.get(worker)",
+        "(self._registered.get(worker) and self._ended.get(worker))",
+    ),
+    (
+        _ledger,
+        "count = self._at_round.get(rounds, 0) + change",
+        "(1)",
+    ),
+    (_ledger, "del self.pending[worker]", "pass"),
+    (_core, "self._core._wait_until_kept(kept.recorded)", "pass"),
+    (_core, "self._wait_until_kept(self._recorded())", "pass"),
+    (_core, "del self._messages[worker]", "pass"),
+    (
+        _core,
+        'self._record("join", worker, session=session_id, connection=connection)',
+        "pass",
+    ),
+    (_keeper, "self._directory.sync_newest()", "pass"),
+    (_keeper, "return recorded <= self._written", "(recorded < self._written)"),
+    (
+        _keeper,
+        "if keeps and not self._journal.keep:",
+        "not (keeps and (not self._journal.keep))",
+    ),
+    (_machine, "self.completed += 1", "pass"),
+    (_machine, "if begins:", "not (begins)"),
+    (
+        _machine,
+        "begins = resets or self.state is State.ANSWERED",
+        "(resets and self.state is State.ANSWERED)",
+    ),
+]
 
 
 @pytest.fixture
@@ -139,6 +198,20 @@ def test_failing_scenario_is_made_small(runner, monkeypatch):
     assert scenario.show(small) in text
 
 
+def test_printed_command_repeats_a_failure(monkeypatch, capsys):
+    put_in(monkeypatch, *FAULTS["an answer does not wait for the disk"])
+
+    def failure_of(*arguments):
+        monkeypatch.setattr(sys, "argv", ["faults", *arguments, "--first"])
+        assert command.main()
+        return re.search(
+            r"seed (\d+): .*\n +repeat it: .* ARGS='(.*)'", capsys.readouterr().out
+        )
+
+    first = failure_of("--count", "100")
+    assert failure_of(*first[2].split())[0] == first[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_put_in_by_hand_is_found(fault, runner, monkeypatch):
@@ -148,12 +221,43 @@ def test_fault_put_in_by_hand_is_found(fault, runner, monkeypatch):
     assert full or any(map(runner.run, found))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "line", "replacement"), MUTANTS)
+def test_mutant_is_found(module, line, replacement, runner, monkeypatch):
+    mutants = tool_for_mutants()
+    path = pathlib.Path(module.__file__)
+    source = path.read_bytes()
+    lines = source.decode().splitlines()
+    [fault] = [
+        each
+        for each in mutants.faults_of(path)
+        if lines[each.line - 1].strip() == line and each.text == replacement
+    ]
+    put_source_in(monkeypatch, module, mutants.source_with(fault, source).decode())
+    assert any(map(runner.run, map(scenario.drawn, range(500))))
+
+
+def tool_for_mutants():
+    """Return tools/mutants.py as a module."""
+    path = pathlib.Path(__file__).parents[2] / "tools/mutants.py"
+    spec = importlib.util.spec_from_file_location("mutants", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module  # for its dataclass
+    spec.loader.exec_module(module)
+    return module
+
+
 def put_in(patch, module, text, replacement):
     """Replace a text in the source of a module's functions."""
     source = inspect.getsource(module)
     assert source.count(text) == 1
+    put_source_in(patch, module, source.replace(text, replacement))
+
+
+def put_source_in(patch, module, source):
+    """Replace the functions of a module by those of a changed source."""
     changed = {"__name__": module.__name__}
-    code = compile(source.replace(text, replacement), module.__file__, "exec")
+    code = compile(source, module.__file__, "exec")
     exec(code, changed)  # noqa: S102 our own
     functions = dict(functions_of(changed, module))
     for name, function in functions_of(vars(module), module):
@@ -165,6 +269,7 @@ def functions_of(namespace, module):
     for each in [*namespace.values()]:
         function = each.fget if isinstance(each, property) else each
         if isinstance(function, types.FunctionType):
+            function = inspect.unwrap(function)  # of a context manager
             if function.__code__.co_filename == module.__file__:
                 yield function.__qualname__, function
         elif isinstance(each, type) and each.__module__ == module.__name__:

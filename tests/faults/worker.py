@@ -25,17 +25,19 @@ class Link:
         self.process = None  # of the center
         self.session = None
         self.is_ended = False
+        self.has_joined = False  # as its worker was told
         self.on_end = lambda: None
         self._run, self._life = run, life
+        self._name = life.name
 
     def send(self, *packet):
         """Send a packet to the center."""
-        for delay in self._run.delays(self._life.worker):
+        for delay in self._run.delays(self._name):
             self._run.loop.at(delay, self._run.server.receive, self, packet)
 
     def reply(self, *packet):
         """Send a packet to the worker."""
-        for delay in self._run.delays(self._life.worker):
+        for delay in self._run.delays(self._name):
             self._run.loop.at(delay, self._life.receive, self, packet)
 
     def fail(self, error):
@@ -55,7 +57,7 @@ class Life:
     """One process of a worker."""
 
     def __init__(self, worker, checkpoint=None):
-        self.worker, self._run = worker, worker.run
+        self.worker, self.name, self._run = worker, worker.name, worker.run
         self._loop = self._run.loop
         scenario = self._run.scenario
         self.machine = ExchangeMachine(overlap=scenario.overlap)
@@ -67,6 +69,7 @@ class Life:
         self._checkpoint = checkpoint
         self._one_call = ()  # a call without a session: the request, until its reply
         self._attempt = 0
+        self._pause = 0.05  # s before the center is called again
         self.version = 0
         self.witnesses = ()  # that of the last answer
         self.seen = 0  # version adopted last
@@ -147,7 +150,8 @@ class Life:
     def _lose_center(self):
         if self.machine.state in (State.PENDING, State.IN_FLIGHT):
             self.machine.lose_center()
-        self._later(0.1, self._connect)
+        self._pause = min(2 * self._pause, 1.0)
+        self._later(self._pause, self._connect)
         self._attempt += 1
 
     def receive(self, link, packet):
@@ -183,7 +187,9 @@ class Life:
 
     def _joined(self, center_id):
         self._attempt += 1
-        self._run.ledger.joined(center_id)
+        self._pause = 0.05
+        self._run.ledger.joined(self, center_id)
+        self.link.has_joined = True
         self.center_id = center_id
         checkpoint, self._checkpoint = self._checkpoint, None
         if self.machine.state is State.NO_SESSION:
@@ -209,7 +215,7 @@ class Life:
         self._attempt += 1
         if isinstance(error, errors.OtherHistoryError):
             raise BrokenError(f"a witness of {self.worker.name} is refused: {error}")
-        resumes = self._checkpoint is not None
+        resumes = self.center_id and not self.link.has_joined
         if resumes and isinstance(error, errors.WorkerStateError):
             self._run.ledger.cannot_resume(self, error)
         if isinstance(error, errors.MessageRejectedError):
@@ -300,9 +306,10 @@ class Life:
         )
 
     def _send(self):
-        """Send the message, perhaps again."""
-        self._message.is_sent = True
-        self.link.send("exchange", self._submission)
+        """Send the message, perhaps again; a link that must join does it later."""
+        if self.link.has_joined:
+            self._message.is_sent = True
+            self.link.send("exchange", self._submission)
         self._expect()
 
     def _answered(self, answer):
@@ -339,6 +346,27 @@ class Life:
         self.link.end()
         self.is_alive = False
         self.worker.leave()
+
+
+class Observer:
+    """A process that asks for the center's parameters once.
+
+    Attributes:
+      seen: version before the reply: none, because a packet may overtake another.
+    """
+
+    def __init__(self, run):
+        self.name, self.seen, self._run = "observer", 0, run
+
+    def pull(self):
+        """Ask for the parameters."""
+        Link(self._run, self).send("pull")
+
+    def receive(self, link, packet):
+        """Take a packet of the center."""
+        if packet[0] == "pulled":
+            self._run.ledger.pulled(self, *packet[1:])
+            self.seen = 0
 
 
 class Worker:

@@ -230,18 +230,25 @@ def _until(ended, x):
 @contextlib.contextmanager
 def nothing_compiles():
     """Assert that nothing is traced, lowered or compiled in any thread."""
+    with compilations(stage="") as compiled:
+        yield
+    assert not compiled, compiled
+
+
+@contextlib.contextmanager
+def compilations(stage="backend_compile"):
+    """List the compilations in any thread; ``stage=""`` adds tracing and lowering."""
     compiled = []
 
     def listen(event, seconds, **details):
-        if event.startswith("/jax/core/compile/"):
+        if event.startswith(f"/jax/core/compile/{stage}"):
             compiled.append((event, details))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield
+        yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert not compiled, compiled
 
 
 def find_state(opt_state):

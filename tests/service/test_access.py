@@ -17,7 +17,7 @@ import pytest
 from helpers import certificates, sessions, shared
 from helpers.support import shares
 
-from agn_optax import errors, service
+from agn_optax import center, errors, service, tape
 from agn_optax.service import Access, Tls, sockets
 from agn_optax.service import address as addresses
 from agn_optax.service import center_pb2 as pb
@@ -203,6 +203,38 @@ def received(server, key, worker):
     with socket.create_connection((host, int(port)), LIMIT) as end:
         end.sendall(sockets.GREETING + key)
         return end.recv(100) == sockets.GREETING
+
+
+def test_only_those_who_may_join_have_failed_joins_on_the_tape(tmp_path, unix_address):
+    durability = center.Journal(tmp_path, keep="contributions")
+    with service.serve(
+        RULE,
+        params(),
+        address=unix_address,
+        durability=durability,
+        security=service.Security(access=Access(TOKENS)),
+    ):
+        ours = {"token": token("worker", "anna"), "timeout": LIMIT}
+        for shown in (None, "wrong-0123456789", token("reader"), ours["token"]):
+            with (
+                pytest.raises(errors.NotAllowedError),
+                service.connect(
+                    unix_address, RULE, **{**ours, "token": shown}
+                ) as other,
+            ):
+                other.join("bert")
+        with (
+            service.connect(unix_address, RULE, **ours) as first,
+            service.connect(unix_address, RULE, **ours) as second,
+        ):
+            first.join("anna")
+            with pytest.raises(errors.NameTakenError) as taken:
+                second.join("anna")
+    joined, failed = list(tape.read(tmp_path).events())[:2]
+    assert (joined.kind, joined.workers) == ("join", ("anna",))
+    assert failed.failed_join[1:] == ("anna", str(taken.value))
+    (counted,) = tape.audit(tape.read(tmp_path)).failed_joins
+    assert counted == failed.failed_join
 
 
 def test_key_belongs_to_its_caller():

@@ -321,7 +321,7 @@ def test_new_worker_has_as_long_as_the_slowest_of_the_others():
         core = server.center.core
         with core.atomically():
             bert = core.ledger.registered()["bert"]
-            bert.recent = centers.Recent(time.monotonic() - 1000.0, 2)
+            bert.recent = centers.Recent(time.monotonic() - 1000.0)
             bert.recent.add(time.monotonic(), 1, 3)
             anna = core.ledger.registered()["anna"]
         wait_until(lambda: (anna.recent.idle(time.monotonic()) or 0.0) > 4 * 0.3)

@@ -175,7 +175,7 @@ def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
         ) as server,
         service.connect(server.address, RULE) as center,
     ):
-        center.join("w")
+        sessions.join(center, "w")
         tuning.set_journal_sync(monkeypatch, slow)
         received = {}
 

@@ -77,7 +77,7 @@ def test_worker_without_recent_exchanges_has_stalled():
         member = server.center.core.ledger.registered()["anna"]
         now = time.monotonic()
         with server.center.core.atomically():
-            member.recent = centers.Recent(now - 60.0, 2)
+            member.recent = centers.Recent(now - 60.0)
             for second in range(60, 22, -1):
                 member.recent.add(now - second, 1, 10)
         monitor.update()
@@ -109,7 +109,7 @@ def test_worker_that_waits_for_a_round_has_not_stalled():
         now = time.monotonic()
         with server.center.core.atomically():
             for member in ledger.registered().values():
-                member.recent = centers.Recent(now - 60.0, 2)
+                member.recent = centers.Recent(now - 60.0)
                 member.recent.add(now - 59.0, 1, 10)
         monitor.update()
         assert worker(monitor, "anna")["stalled"] is None

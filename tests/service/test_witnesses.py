@@ -51,8 +51,7 @@ def old_copy(tmp_path, unix_address):
                 params, state = worker.start()
                 params, state = worker.exchange(params - 1, state)
                 shutil.copytree(tmp_path / "a", tmp_path / "old")
-                for _ in range(2):
-                    params, state = worker.exchange(params - 1, state)
+                params, state = worker.exchange(params - 1, state)
                 servers.pop().stop()
                 servers.append(serve(tmp_path / "old", unix_address, **journal))
                 yield center, worker, (params, state)
@@ -92,6 +91,31 @@ def test_worker_of_a_checkpoint_is_refused_by_an_old_copy(old_copy, tmp_path):
                 there = other.exchange(there[0] - 1, there[1])
             with pytest.raises(errors.OtherHistoryError, match=REFUSED):
                 make_worker(again).restore(saved, resume_token=token)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
+def test_answer_has_the_witness_of_its_own_record(transport, tmp_path, unix_address):
+    """Unless it is large, so that it is sent while its record is written."""
+    own = []
+    for size, folder in ((2, "small"), (1 << 18, "large")):
+        durability = Journal(tmp_path / folder)
+        start = np.zeros(size, np.float32)
+        with (
+            service.serve(
+                RULE, start, address=unix_address, durability=durability
+            ) as server,
+            service.connect(
+                unix_address, RULE, timeout=LIMIT, transports=[transport]
+            ) as center,
+        ):
+            session = center.join("w")
+            for sequence in (1, 2, 3):
+                answer = session.exchange(Submission(sequence, start, sequence - 1))
+                number = int(answer.witness.split(":")[1])
+                own.append(number == sequence)  # record 0 is the join
+                assert sequence - 1 <= number <= sequence
+                assert server.center.core.witness.split(":")[1] == str(sequence)
+    assert all(own[:3])
 
 
 def test_restarted_center_without_loss_accepts_all_witnesses(tmp_path, unix_address):

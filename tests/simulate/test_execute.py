@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import problem, shared
-from helpers.support import assert_close, assert_identical
+from helpers.support import assert_close, assert_identical, compilations
 
 import agn_optax
 from agn_optax import errors, simulate
@@ -52,10 +52,7 @@ def run(**settings):
         problem.loss,
         data,
         problem.params(),
-        cluster=CLUSTER,
-        period=3,
-        exchanges=60,
-        **settings,
+        **{"cluster": CLUSTER, "period": 3, "exchanges": 60, **settings},
     )
 
 
@@ -119,6 +116,15 @@ def test_widths_agree_to_rounding():
     schedule = planned()
     whole, narrow = execute(schedule), execute(schedule, width=1)
     np.testing.assert_allclose(whole.loss, narrow.loss, rtol=1e-5)
+
+
+def test_later_runs_compile_nothing():
+    run()
+    with compilations() as compiled:
+        run(seed=1)
+        larger = Cluster(workers=7, speed=LogNormal(0.2, 0.3), link=Link(latency=0.2))
+        run(cluster=larger, exchanges=90, period=5)
+    assert compiled == []
 
 
 def test_target_ends_the_execution_and_changes_nothing_before():

@@ -34,6 +34,7 @@ from agn_optax.simulate import (
     SessionEvent,
 )
 
+MEDIAN = dataclasses.replace(rules.diloco(), combine=agn_optax.robust.median())
 VARIED = Cluster(
     workers=7,
     speed=LogNormal(0.1, 0.5),
@@ -221,6 +222,8 @@ def test_fragments_take_turns():
     assert np.diff(found.sent[first]) == pytest.approx(0.5e9)
     answered = first[found.adopted[first] >= 0]
     assert set(found.steps_since[answered]) == {2}
+    steps = found.steps[found.outcome == Outcome.APPLIED].sum()
+    assert found.goodput * found.duration == pytest.approx(steps / 2)
 
 
 def test_rule_that_adopts_before_its_message_gets_the_version_before():
@@ -246,8 +249,8 @@ def test_failed_worker_holds_a_round_until_its_lease_ends():
     assert seconds_of(found.settled)[:2] == pytest.approx([3.55, 4.55])
     assert found.workers.tolist()[:2] == [1, 1]
     assert found.sessions["event"].tolist() == [
-        SessionEvent.STARTED,
-        SessionEvent.STARTED,
+        *[SessionEvent.JOINED] * 2,
+        *[SessionEvent.STARTED] * 2,
         SessionEvent.FAILED,
     ]
 
@@ -466,6 +469,28 @@ def test_simulation_that_cannot_end_is_an_error():
         ({"exchanges": 1, "params": PARAMS}, "params needs a rule"),
         ({"exchanges": 1, "mode": "synchronous"}, "mode must be"),
         ({"exchanges": 1, "seed": -1}, "seed must be"),
+        ({"exchanges": 1, "rule": MEDIAN}, "a robust combine and a center that is not"),
+        ({"exchanges": 1, "fragments": 2}, "fragments must be an agn_optax.Fragments"),
+        (
+            {"exchanges": 1, "fragments": agn_optax.Fragments(2, delay=5)},
+            "must be complete before its next one begins",
+        ),
+        (
+            {
+                "exchanges": 1,
+                "fragments": agn_optax.Fragments(2, delay=1),
+                "overlap": True,
+            },
+            "a delay and overlap=True do not go together",
+        ),
+        (
+            {
+                "exchanges": 1,
+                "fragments": agn_optax.Fragments(2),
+                "period": agn_optax.dynamic_period(8),
+            },
+            "dynamic_period and fragments do not go together",
+        ),
     ],
 )
 def test_bad_arguments_are_rejected(arguments, text):
@@ -486,6 +511,10 @@ def test_bad_arguments_are_rejected(arguments, text):
         (lambda: Failures(every=0.0), "every must be"),
         (lambda: Failure(at=1.0, workers=[]), "workers must be a sequence of names"),
         (lambda: Cluster(workers=0, speed=Fixed(1.0)), "workers must be"),
+        (
+            lambda: Cluster(workers=10**9, speed=Fixed(1.0)),
+            r"workers need 8.19e\+03 GB",
+        ),
         (lambda: Cluster(workers=["a", "a"], speed=Fixed(1.0)), "unique names"),
         (lambda: Cluster(workers=3, speed=[Fixed(1.0)] * 2), "speed must be one for"),
         (lambda: Cluster(workers=3, speed=0.1), "speed must be a speed such as"),

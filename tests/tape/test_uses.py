@@ -217,6 +217,55 @@ def test_difference_of_content_is_found(tmp_path):
     assert (found.kind, found.number, found.version) == ("content", 4, 2)
 
 
+@pytest.mark.parametrize(
+    ("changed", "number", "only"),
+    [
+        ("joins later", 2, ((), ("c",))),
+        ("has another name", 3, (("d",), ("c",))),
+        ("leaves earlier", 6, ((), ("c",))),
+    ],
+)
+def test_difference_of_the_registered_workers_is_found(changed, number, only, tmp_path):
+    """A worker without messages; all messages are the same."""
+
+    def run(path, changed):
+        with Recording(path) as run:
+            for worker in "ab":
+                run.join(worker)
+            other = "d" if changed == "has another name" else "c"
+            if changed != "joins later":
+                run.join(other)
+            run.send("a", anchor=0)
+            if changed == "joins later":
+                run.join(other)
+            run.send("b", anchor=0)
+            if changed == "leaves earlier":
+                run.leave(other)
+            run.send("a", anchor=0)
+            if changed != "leaves earlier":
+                run.leave(other)
+        return tape.read(path)
+
+    found = tape.diff(run(tmp_path / "a", changed), run(tmp_path / "b", ""))
+    assert (found.kind, found.number) == ("order", number)
+    assert (found.only_first, found.only_second) == only
+    assert "other workers were registered (order)" in str(found)
+    assert "only here: c" in str(found)
+
+
+def test_joins_and_leaves_between_two_messages_may_differ(tmp_path):
+    for name, workers in (("a", "xyz"), ("b", "zyx")):
+        with Recording(tmp_path / name) as run:
+            for worker in workers:
+                run.join(worker)
+            run.send("x")
+            if name == "b":
+                run.join("w")
+                run.leave("w")
+            run.send("y")
+    assert tape.diff(*(tape.read(tmp_path / name) for name in "ab")) is None
+
+
 def test_difference_of_the_answer_is_found(tmp_path):
     a = run_of(tmp_path / "a", "aabb")
     b = run_of(tmp_path / "b", "aabb", mode=BoundedStaleness(versions=1))

@@ -46,6 +46,10 @@ def machine_in(state, **how):
     return machine
 
 
+def attributes(machine):
+    return {name: getattr(machine, name) for name in machine.__slots__}
+
+
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", State)
 def test_events_outside_the_table_are_impossible(state, event):
@@ -54,10 +58,10 @@ def test_events_outside_the_table_are_impossible(state, event):
         happen(machine, event)
         assert machine.state is NEXT[state, event]
         return
-    before = {**vars(machine)}
+    before = attributes(machine)
     with pytest.raises(KeyError):
         happen(machine, event)
-    assert vars(machine) == before
+    assert attributes(machine) == before
 
 
 class Events(RuleBasedStateMachine):
@@ -77,7 +81,7 @@ class Events(RuleBasedStateMachine):
         self.overlap, self.delay, self.patience = overlap, delay, patience
         self.machine = ExchangeMachine(overlap=overlap, delay=delay, patience=patience)
         self.state = State.NO_SESSION
-        self.exchanges = self.settled = 0
+        self.exchanges = self.settled = self.late = 0
         self.round, self.arrays, self.message = [], [], []
         self.call = None  # name, arrays before, and whether a round began since
         self.raised = None  # name of a call that is repeated, and whether it is spent
@@ -104,7 +108,7 @@ class Events(RuleBasedStateMachine):
     @rule(settled=st.integers(0, 3), more=st.none() | st.integers(0, 9), n=steps)
     def start(self, settled, more, n):
         self.machine.start(completed=settled, exchanges=more, counts=Counts(n, None))
-        self.state, self.settled = State.LOCAL, settled
+        self.state, self.settled, self.late = State.LOCAL, settled, 0
         self.exchanges = self.exchanges if more is None else more
         self.round, self.arrays, self.raised = [(n, None)], [(n, None)], None
 
@@ -193,8 +197,10 @@ class Events(RuleBasedStateMachine):
         self.state = State.LOCAL
         self.exchanges += 1
         self.settled += 1
+        self.late = self.counted(self.arrays).steps
         if waited or resets:
             self.begins_round()
+            self.late = 0
 
     @invariant()
     def numbers_are_those_of_the_model(self):
@@ -204,6 +210,7 @@ class Events(RuleBasedStateMachine):
         assert machine.number == self.settled + 1
         assert machine.committed == self.counted(self.round)
         assert machine.current == self.counted(self.arrays)
+        assert machine.late == self.late
         if self.state in (*SLOW, State.IN_FLIGHT):
             assert machine.message == self.counted(self.message)
 

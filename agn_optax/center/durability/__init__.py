@@ -9,6 +9,7 @@ contents of the lock, and `_stack` names the versions on which numbers depend.
 """
 
 from agn_optax.center.durability._chain import newest
+from agn_optax.center.durability._directory import Segment
 from agn_optax.center.durability._events import Arrival, event_of
 from agn_optax.center.durability._fork import Origin, write_fork
 from agn_optax.center.durability._history import History
@@ -25,6 +26,7 @@ __all__ = [
     "Keeper",
     "Origin",
     "Record",
+    "Segment",
     "apply_record",
     "contribution_in",
     "event_of",

@@ -46,8 +46,6 @@ _log = logging.getLogger("agn_optax")
 
 # Bytes to reserve for a journal at a time: its current size, within these limits.
 _MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
-
-
 _COPIED = 1024  # records of a journal that are copied to a chain at a time
 
 
@@ -57,6 +55,11 @@ class Segment(NamedTuple):
     number: int  # of its first record
     kind: Literal["journal", "chain"]
     path: pathlib.Path
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the file has the contributions, and False if they were dropped."""
+        return self.kind == "journal"
 
 
 class Files:
@@ -79,7 +82,7 @@ class Files:
     def numbers(self, kind: str) -> list[int]:
         """Return the numbers of all files of a kind, sorted."""
         with disk_errors(f"cannot read {self.path}"):
-            names = [path.name for path in self.path.iterdir()]
+            names = os.listdir(self.path)  # noqa: PTH208 quick
         matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
         return sorted(int(match[1]) for match in matches if match)
 
@@ -109,7 +112,6 @@ class Files:
         Raises:
           DurabilityError: the file is damaged, or another release wrote it.
         """
-        is_chain = segment.kind == "chain"
 
         def reject(size: int) -> None:
             raise _records.DamagedError(f"its last {size} bytes are damaged")
@@ -118,8 +120,8 @@ class Files:
             yield from _records.read_all(
                 file,
                 segment.number,
-                reject if is_chain else cut_off,
-                is_chain=is_chain,
+                cut_off if segment.is_kept else reject,
+                is_chain=not segment.is_kept,
                 with_arrays=with_arrays,
             )
 
@@ -418,7 +420,7 @@ class Directory(Files):
         """
         self.check_paths()
         while True:
-            kept = [s for s in self.segments() if s.kind == "journal"]
+            kept = [segment for segment in self.segments() if segment.is_kept]
             first = kept[0].number if kept else journals
             for number in self.numbers("snapshot")[:-1]:
                 if number < first:

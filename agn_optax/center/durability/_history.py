@@ -45,6 +45,10 @@ class History:
                 f"{self.path} has no tape: a center with durability=Journal(...), or "
                 "agn-optax serve --journal, writes one"
             )
+        if not self.snapshots:
+            raise errors.DurabilityError(
+                f"{self.path} has records, but no snapshot. {RESTORE_BACKUP}"
+            )
         self._places: dict[int, tuple[Segment, int]] = {}  # by number; see `record`
 
     def records(self, begin: int = 0, *, with_arrays: bool = True) -> Iterator[Record]:
@@ -59,7 +63,7 @@ class History:
         """
         starts = [segment.number for segment in self.segments]
         first = max(bisect.bisect_right(starts, begin) - 1, 0)
-        number = starts[first] if starts else begin
+        number = min(starts[first], begin) if starts else begin
         parent = None
         for segment in self.segments[first:]:
             with reading(segment.path):  # which names the file in errors
@@ -93,7 +97,7 @@ class History:
                 file,
                 position,
                 os.fstat(file).st_size,
-                is_chain=segment.kind == "chain",
+                is_chain=not segment.is_kept,
             )
             if found is None or found.number != number:
                 raise _records.DamagedError(f"record {number} is damaged")
@@ -101,7 +105,7 @@ class History:
 
     def is_kept(self, number: int) -> bool:
         """Return whether the contributions of a record that was yielded are kept."""
-        return self._places[number][0].kind == "journal"
+        return self._places[number][0].is_kept
 
     def snapshot_file(self, number: int) -> pathlib.Path:
         """Return the path of a snapshot."""

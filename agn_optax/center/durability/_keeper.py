@@ -40,6 +40,7 @@ _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
 _MIN_SNAPSHOTS = 4  # minimum journal size, in snapshots, so that snapshots are few
 _MAX_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
+_MAX_FAILED_JOINS, _PERIOD = 16, 60.0  # records of failed joins in a period, s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +169,8 @@ class Keeper:
         self._began = 0.0  # time at which the center began, s
         # What the next record says beside its event.
         self._noted: dict[str, Any] = {"snapshots": []}
+        # End, s, of a period, and number of failed joins that it may still record.
+        self._failed_joins_left = (-math.inf, 0)
         self._written = 0  # number of records that the journal has written
         self._digests = Digests(0)  # of written records
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
@@ -318,6 +321,22 @@ class Keeper:
         head = {"kind": kind, "time": now}
         self._writer.append({**head, **about, **noted, "ledger": ledger}, contents)
         return self.recorded
+
+    def may_record_failed_join(self) -> bool:
+        """Return whether a join that failed gets a record, or is only counted.
+
+        So that workers that try again and again do not fill the disk. The next record
+        of any kind has the count.
+        """
+        now, (end, left) = self._clock(), self._failed_joins_left
+        if now >= end:
+            end, left = now + _PERIOD, _MAX_FAILED_JOINS
+        self._failed_joins_left = end, max(0, left - 1)
+        if not left:
+            self._noted["more_failed_joins"] = 1 + self._noted.get(
+                "more_failed_joins", 0
+            )
+        return left > 0
 
     @property
     def witness(self) -> str:

@@ -111,7 +111,8 @@ class Group:
             default, (text, absent) = parameters[name].default, described[name]
             if default is not None:
                 absent = _default_text(default, option_name)
-            if self._needs and default is not inspect.Parameter.empty:
+            is_optional = default is not inspect.Parameter.empty
+            if self._needs and is_optional and option(option_name) != self._needs:
                 text = f"With {needs}: {text}"
             self.names[name] = option_name
             self.fields[option_name] = (

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import time
-from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import optax
 import rich.console
-import rich.progress
 import rich.table
 import typer
 
 from agn_optax import errors, simulate
+from agn_optax._internal import check
 from agn_optax.ops import planning, units
-from agn_optax.ops.cli import _center_options, _options, _rules, _run_file, _table
+from agn_optax.ops.cli import (
+    _center_options,
+    _options,
+    _progress,
+    _rules,
+    _run_file,
+    _table,
+)
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
-from agn_optax.round import dynamic_period
+from agn_optax.ops.engines import worker_limit
+from agn_optax.round import Fragments, dynamic_period
 from agn_optax.simulate import Schedule
 
 _UNLIMITED = 1e18  # bytes per second
-_QUIET_SECONDS = 2.0  # before progress is shown
 _LINK = Group(simulate.Link, "latency")
 _FAILURES = Group(
     simulate.Failures,
@@ -35,6 +39,7 @@ _FAILURES = Group(
         "together": "failures_together",
         "announced": "failures_announced",
     },
+    needs="--failures-every",
 )
 
 
@@ -50,6 +55,10 @@ class ClusterOptions:
       dynamic [no-dynamic]: Take --period as the period of the fastest worker, and let
         those of the others follow their speeds.
       overlap [no-overlap]: Send in the background while local steps go on.
+      patience [the period]: Local steps without an answer after which a worker waits.
+      fragments [1]: Number of equal parts of the model that are exchanged in turns.
+      fragments_delay [0]: Local steps between sending a fragment and adopting the
+        answer.
       parameters: Number of parameters of the model, such as 1.3e9.
       parameter_dtype [float32]: Dtype of the parameters.
       *link
@@ -73,6 +82,9 @@ class ClusterOptions:
     period: int | None = None
     dynamic: bool | None = None
     overlap: bool | None = None
+    patience: int | None = None
+    fragments: int | None = None
+    fragments_delay: int | None = None
     parameters: float | None = None
     parameter_dtype: str | None = None
     bandwidth: str | None = None
@@ -95,7 +107,7 @@ def simulate_command(
         typer.Argument(
             metavar="RUN.toml",
             help="File that describes the run, as for `agn-optax launch`, with a table "
-            "[cluster] of these options.",
+            r"\[cluster] of these options.",
         ),
     ],
     options: ClusterOptions,
@@ -118,16 +130,16 @@ def simulate_command(
     kinds = ClusterOptions, _FileKeys
     given = _options.parse_table(tables["cluster"], f"[cluster] of {file}", *kinds)
     options = _options.with_defaults(options, given)
-    workers = workers or run.get("workers")
+    if workers is None:
+        workers = run.get("workers")
     if workers is None:
         raise errors.InvalidArgumentError(
             f"the number of workers is missing: give --workers, or workers in {file}"
         )
     rule = _options.with_defaults(rule, tables["rule"])
-    settings = _center_options.settings(
-        _options.with_defaults(center, tables["center"])
-    )
-    found = _schedule(options, given.get("step_times"), workers, rule, settings, json)
+    center = _options.with_defaults(center, worker_limit(workers) | tables["center"])
+    settings = _center_options.settings(center)
+    found = _schedule(options, given.get("step_times"), workers, rule, settings)
     if json:
         _options.print_json(
             {"seed": found.seed, "digest": found.digest, **found.summary()}
@@ -142,64 +154,66 @@ def _schedule(
     workers: int,
     rule: RuleOptions,
     settings: dict[str, Any],
-    quiet: bool,
 ) -> Schedule:
-    """Simulate, and show the progress of what takes longer than two seconds."""
-    made = _rules.make(rule)
-    dtype = options.parameter_dtype or "float32"
-    params = planning.abstract(options.parameters or 1, dtype)
+    """Simulate, and show the progress if it takes long."""
+    made, fragments = _rules.make(rule), _fragments(options)
+    params = _params(options)
     if options.period is None:
         raise errors.InvalidArgumentError("--period is missing, or period in [cluster]")
     host_seconds = options.center_seconds
     if host_seconds is None:
         host = planning.Cluster(step_time=1.0, bandwidth=_UNLIMITED)
-        host_seconds = planning.plan(made, params, host, inner=optax.sgd(0.1)).service
+        part = planning.abstract(1) if params is None else params[0]
+        host_seconds = planning.plan(made, part, host, inner=optax.sgd(0.1)).service
     cluster = simulate.Cluster(
         workers=workers,
-        speed=_speeds(options, step_times),
+        speed=_speeds(options, step_times, workers),
         link=_LINK.build(options, bandwidth=_rate(options, "bandwidth")),
         center=simulate.CenterHost(
             seconds=host_seconds, bandwidth=_rate(options, "center_bandwidth")
         ),
-        failures=_FAILURES.build(options),
+        failures=_FAILURES.build_if_given("every", options) or simulate.Failures(),
     )
     period: Any = options.period
     if options.dynamic:
         period = dynamic_period(period)
-    with _progress(quiet) as progress:
+    with _progress.fraction("simulating") as progress:
         return simulate.schedule(
             cluster,
             period=period,
             mode=settings["mode"],
             rule=made,
-            params=None if options.parameters is None else params,
+            params=params,
             exchanges=options.exchanges,
             seconds=options.seconds,
             seed=options.seed or 0,
             overlap=bool(options.overlap),
+            patience=options.patience,
+            fragments=fragments,
             limits=settings["limits"],
             barrier=settings.get("barrier", 0),
             progress=progress,
         )
 
 
-@contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[float], None]]:
-    """Yield a function that shows the fraction done, after the first two seconds."""
-    begun = time.monotonic()
-    bar = rich.progress.Progress(console=_table.console(stderr=True), transient=True)
-    task = bar.add_task("simulating", total=1.0)
+def _fragments(options: ClusterOptions) -> Fragments | None:
+    if options.fragments is None:
+        _options.reject(options, "needs --fragments", only=["fragments_delay"])
+        return None
+    check.positive_int(options.fragments, "fragments")
+    return Fragments(options.fragments, delay=options.fragments_delay or 0)
 
-    def show(done: float) -> None:
-        if not quiet and time.monotonic() - begun > _QUIET_SECONDS:
-            bar.start()
-            bar.update(task, completed=done)
 
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+def _params(options: ClusterOptions) -> Any:
+    """Return trees of the model's parameters, one for each fragment; or None."""
+    if options.parameters is None:
+        return None
+    dtype, count = options.parameter_dtype or "float32", options.fragments or 1
+    whole = planning.abstract(options.parameters, dtype)  # checks the number
+    if count == 1:
+        return [whole]
+    size, rest = divmod(int(options.parameters), count)
+    return [planning.abstract(size + (i < rest), dtype) for i in range(count)]
 
 
 def _rate(options: ClusterOptions, name: str) -> float | None:
@@ -207,7 +221,9 @@ def _rate(options: ClusterOptions, name: str) -> float | None:
     return None if text is None else units.rate(text, _options.option(name))
 
 
-def _speeds(options: ClusterOptions, step_times: list[float] | None) -> Any:
+def _speeds(
+    options: ClusterOptions, step_times: list[float] | None, workers: int
+) -> Any:
     """Return the speed of all workers, or a list with that of each."""
     if (options.step_time is None) == (step_times is None):
         raise errors.InvalidArgumentError(
@@ -224,20 +240,28 @@ def _speeds(options: ClusterOptions, step_times: list[float] | None) -> Any:
             return simulate.LogNormal(seconds, options.sigma)
         return simulate.Drifting(seconds, options.sigma, options.memory)
 
-    if step_times is not None:
-        return [*map(speed, step_times)]
-    assert options.step_time is not None
-    return speed(options.step_time)
+    if options.step_time is not None:
+        check.seconds(options.step_time, "step-time", positive=True)
+        return speed(options.step_time)
+    assert step_times is not None
+    if len(step_times) != workers:
+        raise errors.InvalidArgumentError(
+            f"step-times must have a number for each of the {workers} workers, got "
+            f"{len(step_times)}"
+        )
+    for each in step_times:
+        check.seconds(each, "each of step-times", positive=True)
+    return [*map(speed, step_times)]
 
 
 def _report(found: Schedule) -> rich.console.Group:
-    table = rich.table.Table("", "")
+    table = rich.table.Table("", "", show_header=False)
     table.columns[1].justify = "right"
     for name, value in found.summary().items():
-        shown = str(value) if isinstance(value, int) else f"{value:.4g}"
+        shown = str(value) if isinstance(value, int) else _table.number(value)
         if name.startswith("bytes"):
             shown = units.in_bytes(value)
         elif name == "utilization":
             shown = f"{value:.1%}"
-        table.add_row(name.replace("_", " "), "-" if value is None else shown)
+        table.add_row(name.replace("_", " "), shown)
     return rich.console.Group(f"seed {found.seed}, digest {found.digest}", table)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any
 
-import rich.progress
 import typer
 
 from agn_optax import errors, tape
@@ -17,6 +14,7 @@ from agn_optax.ops.cli import (
     _center_options,
     _curves,
     _options,
+    _progress,
     _recorded,
     _table,
     _tape_tables,
@@ -24,8 +22,6 @@ from agn_optax.ops.cli import (
 from agn_optax.ops.cli._center_options import ModeOptions
 from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.tape import Tape
-
-_PROGRESS_AFTER = 2.0  # seconds
 
 TapePath = Annotated[
     pathlib.Path,
@@ -93,11 +89,11 @@ def replay(
     made = _recorded.rule_of(opened, rule, config)
     if to is not None:
         tape.check_new(to)
-    found = opened.find(at, seconds)
-    with _progress() as progress:
+    with _progress.records() as progress:
+        found = opened.find(at, seconds, progress=progress)
         state = opened.replay(made, found.version, whole=whole, progress=progress)
     if to is not None:
-        with _progress() as progress:
+        with _progress.records() as progress:
             tape.fork(opened, made, to, found.version, progress=progress)
     digest = trees.digest(state.params)
     _options.report(
@@ -133,7 +129,7 @@ def fork(
     """
     opened = _open(path)
     made = _recorded.rule_of(opened, rule, config)
-    with _progress() as progress:
+    with _progress.records() as progress:
         forked = tape.fork(opened, made, to, at, seconds, progress=progress)
     number, digest = forked.parent
     _options.report(
@@ -165,12 +161,15 @@ def audit(
     """
     opened = _open(path)
     made = _recorded.find_rule(opened, rule, config)
-    with _progress() as progress:
+    with _progress.records() as progress:
         found = tape.audit(opened, made, progress=progress)
     if json:
-        workers = [worker._asdict() for worker in found.workers]
+        rows = {
+            name: [row._asdict() for row in getattr(found, name)]
+            for name in ("workers", "failed_joins")
+        }
         checked = found.checked._asdict()
-        _options.print_json({**found._asdict(), "checked": checked, "workers": workers})
+        _options.print_json({**found._asdict(), "checked": checked, **rows})
         return
     _table.console().print(
         _tape_tables.of_audit(found, path, replayed=made is not None)
@@ -184,13 +183,15 @@ def diff(
 ) -> None:
     """Show where two runs part: the first record that differs.
 
-    Says whether it differs in order (another worker came first), in content (a worker
-    sent something else) or in the answer (the center did something else with the same
-    message). Times may differ. The exit code is 1 if the runs differ.
+    Says whether it differs in order (another worker came first, or other workers were
+    registered), in content (a worker sent something else) or in the answer (the center
+    did something else with the same message). Times may differ. The exit code is 1 if
+    the runs differ.
 
     Example: agn-optax diff run again
     """
-    found = tape.diff(_open(first), _open(second))
+    with _progress.records() as progress:
+        found = tape.diff(_open(first), _open(second), progress=progress)
     _options.report(
         json,
         "the runs are the same" if found is None else str(found),
@@ -235,7 +236,7 @@ def what_if(
     made, center_mode, limits = _recorded.changed(recorded, rule, mode)
     function = None if loss is None else _function(loss, "--loss")
     _curves.check(plot, "--loss", loss)
-    with _progress() as progress:
+    with _progress.records() as progress:
         found = tape.what_if(
             opened,
             recorded_rule,
@@ -290,7 +291,7 @@ def evaluate(
     made = _recorded.rule_of(opened, rule, config)
     called = _function(function, "MODULE:FUNCTION")
     _curves.check(plot)
-    with _progress() as progress:
+    with _progress.records() as progress:
         rows = tape.evaluate(opened, made, called, every=every, progress=progress)
     if plot is not None:
         _curves.draw(plot, {"": rows})
@@ -313,29 +314,3 @@ def _function(name: str, label: str) -> Callable[[Any], Any]:
             f"{label} must name a function of parameters, got {check.show(function)}"
         )
     return function
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int], None]]:
-    """Show the number of records on stderr if the work takes more than two seconds."""
-    begin, console = time.monotonic(), _table.console(stderr=True)
-    shown = rich.progress.Progress(
-        rich.progress.TextColumn("record {task.completed}"),
-        rich.progress.SpinnerColumn(),
-        rich.progress.TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    task = shown.add_task("", total=None)
-
-    def advance(number: int) -> None:
-        shown.update(task, completed=number)
-        if not shown.live.is_started and time.monotonic() > begin + _PROGRESS_AFTER:
-            shown.start()
-
-    try:
-        yield advance
-    finally:
-        if shown.live.is_started:
-            shown.stop()

@@ -55,6 +55,15 @@ def of_audit(found: Audit, path: pathlib.Path, *, replayed: bool) -> rich.consol
             for worker in found.workers
             for reason in worker.reasons
         ),
+        *(
+            f"could not join at {failed.time:.1f} s: {failed.worker}: {failed.reason}"
+            for failed in found.failed_joins
+        ),
+        *(
+            [f"{found.more_failed_joins} further joins failed"]
+            if found.more_failed_joins
+            else []
+        ),
     ]
     return rich.console.Group(table, *map(_table.text, lines))
 

@@ -12,6 +12,7 @@ from agn_optax.ops.engines._local import Local
 from agn_optax.ops.engines._local import local_address as local_address
 from agn_optax.ops.engines._local import serving_event as serving_event
 from agn_optax.ops.engines._run import Resources, Run
+from agn_optax.ops.engines._run import worker_limit as worker_limit
 from agn_optax.ops.engines._slurm import Slurm
 
 __all__ = [

@@ -35,6 +35,12 @@ class Resources:
     seconds: float | None = None
 
 
+def worker_limit(workers: int) -> dict[str, int]:
+    """Return the option of a center that lets in more workers than its default."""
+    default = Limits().max_workers or workers
+    return {"max_workers": workers} if workers > default else {}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """The description of a run: a center and its workers.
@@ -158,13 +164,11 @@ class Run:
           python: the interpreter on the center's machine.
           **options: options of ``serve`` from the engine, which override the run's.
         """
-        given = {**self.rule, **self.serve}
+        given = {**worker_limit(self.workers), **self.rule, **self.serve}
         if self.storage is not None:
             given["address_file"] = self.address_file
             if "journal" not in self.serve:
                 given["journal"] = self.storage.absolute() / "journal"
-        if self.workers > (Limits().max_workers or self.workers):
-            given.setdefault("max_workers", self.workers)
         words = arguments({**given, **options})
         return [python, "-m", "agn_optax.ops.cli", "serve", *words]
 

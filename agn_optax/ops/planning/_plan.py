@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from agn_optax.rules import Rule, check_rule, codecs
 PyTree = Any
 
 _LARGEST_LEAF = 1 << 30  # elements: some code holds the size of an array in int32
+_MOST_PARAMETERS = 1e14  # a tree with more leaves would take long
 
 
 def plan(
@@ -232,15 +232,16 @@ def abstract(parameters: float, dtype: Any = "float32") -> PyTree:
       Shapes and dtypes, as `plan` takes them.
 
     Raises:
-      InvalidArgumentError: ``parameters`` is not a positive whole number, or ``dtype``
-        is not floating.
+      InvalidArgumentError: ``parameters`` is not a positive whole number up to 1e14,
+        or ``dtype`` is not floating.
 
     Example:
       >>> from agn_optax import planning
       >>> planning.abstract(10, "bfloat16")
       [ShapeDtypeStruct(shape=(10,), dtype=bfloat16)]
     """
-    check.rate(parameters, "parameters", low=0.0, high=math.inf, low_open=True)
+    most = _MOST_PARAMETERS
+    check.rate(parameters, "parameters", low=0.0, high=most, low_open=True)
     count = int(parameters)
     if count != parameters:
         raise errors.InvalidArgumentError(

@@ -65,7 +65,7 @@ class Monitor:
         self._number = 0  # of the last event
         self._bins: Counter[int] = Counter()  # exchanges by first staleness of the bin
         self._staleness_sum = 0  # of all exchanges
-        self._recent = Recent(self._started_monotonic, 2)  # exchanges, and their bytes
+        self._recent = Recent(self._started_monotonic)  # exchanges, and their bytes
         self._rates = Series(2)
         self._draining = False
         self._status = self._look()[0]

@@ -26,6 +26,7 @@ from agn_optax.service.wire._submission import submission_of
 WAITING = Frame(pb.Header(waiting=pb.Waiting()))
 _MAX_NAMED = 64  # processes for which another one waits
 _MAX_NAME = 64  # characters of an interface's name
+_SENT_AT_ONCE = 1 << 19  # bytes of an answer that transports send in one piece
 _MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 
 
@@ -102,20 +103,23 @@ class Exchanges:
                 traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=traffic.norm)
             notices = self._core.notices_for(session.worker)
-            witness = self._core.witness
-            answer = answer._replace(notices=notices, witness=witness)
+            answer = answer._replace(notices=notices)
             worker, session_id = session.worker, session.session_id
             if part is None or (part.is_first and message.sequence):
                 on_event("exchange", worker, session_id, answer)
             frames = self._frames if part is None else part
             with self._core.reading(kept.version) as version:
                 frame = frames.answer_frame(version, answer)
-                frame.header.snapshot.held = time.monotonic() - arrival.at
-                if kept.recorded:
+                if frame.nbytes <= _SENT_AT_ONCE:
+                    session.wait_until_kept(kept)
+                elif kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
                     # without it cannot be used, so the rest may be sent before.
                     until_kept = functools.partial(session.wait_until_kept, kept)
                     frame.before_last_byte = until_kept
+                # Of the answer's own record, unless the answer is sent before that.
+                frame.header.snapshot.witness = self._core.witness
+                frame.header.snapshot.held = time.monotonic() - arrival.at
                 self._traffic.count(traffic, sent=frame.nbytes)
                 yield frame
 

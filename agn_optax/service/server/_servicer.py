@@ -300,28 +300,10 @@ class Servicer:
         context: Any,
         transport: str,
     ) -> Iterator[Frame]:
-        if join.center not in ("", self.core.center_id):
-            raise errors.WorkerStateError(
-                f"this center is not the one that worker {join.worker!r} joined: it "
-                "was started anew, or from a checkpoint, and may lack exchanges. Adopt "
-                "its parameters with start()"
-            )
-        if not context.is_active():
+        with self.core.recording_failed_join(join.worker):
+            session = self._join(join, reader, context)
+        if session is None:
             return  # the worker may already have reconnected in another call
-        session: LocalSession | ProcessPart
-        if not join.share_size:
-            session = self.core.join(
-                join.worker,
-                join.session_id,
-                witnesses=join.witnesses,
-                resume=bool(join.center),
-                heartbeat_timeout=self._heartbeat_timeout,
-                close_connection=context.cancel,
-            )
-            with self._joining:
-                self._groups.join(join.worker, join.session_id, "")
-        else:
-            session = self._join_part(join, reader, context)
         self._traffic.get(join.worker).transport = transport
         # gRPC calls it on one of its threads, which applying messages must not block.
         disconnect = functools.partial(
@@ -350,6 +332,32 @@ class Servicer:
             yield from self.exchanges.run(
                 session, header.message, reader, self.on_event
             )
+
+    def _join(
+        self, join: pb.Join, reader: FrameReader, context: Any
+    ) -> LocalSession | ProcessPart | None:
+        """Let a worker or one of its processes join; None if its connection is lost."""
+        if join.center not in ("", self.core.center_id):
+            raise errors.WorkerStateError(
+                f"this center is not the one that worker {join.worker!r} joined: it "
+                "was started anew, or from a checkpoint, and may lack exchanges. Adopt "
+                "its parameters with start()"
+            )
+        if not context.is_active():
+            return None
+        if join.share_size:
+            return self._join_part(join, reader, context)
+        session = self.core.join(
+            join.worker,
+            join.session_id,
+            witnesses=join.witnesses,
+            resume=bool(join.center),
+            heartbeat_timeout=self._heartbeat_timeout,
+            close_connection=context.cancel,
+        )
+        with self._joining:
+            self._groups.join(join.worker, join.session_id, "")
+        return session
 
     def _join_part(
         self, join: pb.Join, reader: FrameReader, context: Any
