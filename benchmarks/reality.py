@@ -6,10 +6,11 @@ step, which varies from round to round. The center keeps a tape, and workers rep
 the seconds of their local steps and of their exchanges. So all numbers of a real run
 are read from its tape, those of a worker that was killed, too.
 
-The simulation gets the recorded times of the local steps, the time of each kill and the
-batches of the run. Everything else is measured before the runs: the seconds of a call
-that exchanges, of one worker alone; how many exchanges a second the center makes for
-all workers together; and the rate of a slow link, with one worker.
+The simulation gets the batches of the run and the cluster of its tape: the times of the
+local steps, and when workers joined and were killed. The rest is measured before the
+runs: the seconds of a call that exchanges, of one worker alone; how many exchanges a
+second the center makes for all workers together; and the rate of a slow link, with one
+worker.
 
 There are three runs of each case, with different first parameters, batches and times of
 local steps. Each is simulated. The table has means of the three; an error is the
