@@ -128,7 +128,11 @@ class Benchmark:
             if {"NaN", "Infinity"} & set(re.findall(r"\w+", json.dumps(row))):
                 raise ValueError(f"{title}: a number is not finite: {row}")
         self.tables.append({"key": key, "title": title, "rows": rows})
-        CONSOLE.print(Markdown(markdown(self.tables[-1])))
+        shown = markdown(self.tables[-1])
+        if CONSOLE.is_terminal:
+            CONSOLE.print(Markdown(shown))
+        else:  # in a file, as a page of the docs has it
+            print(shown)
 
     @classmethod
     def main(cls) -> None:
@@ -210,13 +214,19 @@ class Process(ProcessPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__(1, multiprocessing.get_context("spawn"))
-        self.pid: int = self.call(os.getpid)
+        self._pid: int | None = self.call(os.getpid)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function in the process, and return its result or raise its error."""
         return self.submit(function, *args, **kwargs).result(PATIENCE)
 
+    def kill(self) -> None:
+        """Kill the process, once: its number may soon be another process's."""
+        pid, self._pid = self._pid, None
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def __exit__(self, *exception: Any) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self.kill()
         self.shutdown()

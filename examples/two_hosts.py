@@ -43,12 +43,14 @@ METHODS: dict[str, Callable[[], tuple[rules.Rule, optax.GradientTransformation]]
 }
 
 
-def make_params(pixels: int, *, hidden: int = 128, classes: int = 10) -> PyTree:
+def make_params(
+    pixels: int, *, hidden: int = 128, classes: int = 10, seed: int = 0
+) -> PyTree:
     """Return first parameters, the same on all hosts: a network with one hidden layer.
 
     Only those of the host that serves the center are used.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def dense(inputs: int, outputs: int) -> PyTree:
         w = rng.normal(size=(inputs, outputs)) * (2 / inputs) ** 0.5

@@ -25,7 +25,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from agn_optax import errors
 from agn_optax.center import Batch, Ledger, Mode, Submission
@@ -91,6 +91,7 @@ class Message:
     """
 
     __slots__ = (*COLUMNS, "pace")
+    claimed_weight: ClassVar[None] = None  # simulated workers claim none
 
     def __init__(self, number: int, worker: _Worker, fragment: int, now: int) -> None:
         machine = worker.machines[fragment]
@@ -163,6 +164,9 @@ class Numbers(Protocol):
         self, index: int, fragment: int, steps_since: int, *, late: bool, resets: bool
     ) -> None:
         """Let a worker adopt the answer to its last message."""
+
+    def note(self, at: int, index: int, session: int, event: SessionEvent) -> None:
+        """Take a change of a session."""
 
     def norm(self, message: Message) -> float | None:
         """Return the norm of a message that has arrived."""
@@ -385,6 +389,8 @@ class Simulation:
 
     def _note(self, now: int, worker: _Worker, event: SessionEvent) -> None:
         self.sessions.extend((now, worker.index, worker.session, event))
+        if self._execution is not None:
+            self._execution.note(now, worker.index, worker.session, event)
 
     def _left(self, now: int, index: int, number: int, data: Any) -> None:
         worker = self.workers[index]
@@ -468,10 +474,10 @@ class Simulation:
             left = machine.steps_left(length, is_answered=f in answers)
             first = left if left < first else first
         worker.at = now
-        steps = first if first > 1 else 1
-        self._call_at(now + steps * worker.step, worker)
+        first = first if first > 1 else 1
+        self._call_at(now + first * worker.step, worker)
         if self._execution is not None:
-            self._foresee(worker, steps)
+            self._foresee(worker, first)
 
     def _foresee(self, worker: _Worker, left: int) -> None:
         """Report the message of the next call, if no answer can change it.

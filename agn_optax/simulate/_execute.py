@@ -6,6 +6,7 @@ for its norm. `execute` follows a schedule that exists.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,9 +23,14 @@ from agn_optax.center import Journal, MessageLimits, Rejections, Submission
 from agn_optax.round import DynamicPeriod, Fragments, steps
 from agn_optax.rules import Rule, check_rule
 from agn_optax.simulate._cluster import Cluster
-from agn_optax.simulate._events import Outcome, Settings
+from agn_optax.simulate._events import (
+    SESSION_COLUMNS,
+    Outcome,
+    SessionEvent,
+    Settings,
+)
 from agn_optax.simulate._execution import Evaluation, Execution
-from agn_optax.simulate._recording import Recording, check_journal
+from agn_optax.simulate._recording import Recording
 from agn_optax.simulate._rounds import Rounds, rounds_of
 from agn_optax.simulate._schedule import Schedule, simulate
 from agn_optax.simulate._traces import Traces
@@ -70,8 +76,7 @@ def run(
       evaluate: see `execute`.
       every: see `execute`.
       target: see `execute`.
-      durability: see `execute`, which then computes the run once more, because a tape
-        is written from its whole schedule. Not with fragments.
+      durability: see `execute`; without ``fragments``.
       progress: function that is called from time to time with the fraction done.
       **settings: the other arguments of `schedule`.
 
@@ -105,15 +110,14 @@ def run(
     check_rule(rule)
     check.float_leaves(params, "params")
     fragments: Fragments | None = settings.get("fragments")
-    if durability is not None:
-        check_journal(durability)
-        if fragments is not None:
-            raise errors.InvalidArgumentError(
-                "a simulated run with fragments cannot be written as a tape: give "
-                "either fragments= or durability="
-            )
+    if durability is not None and fragments is not None:
+        raise errors.InvalidArgumentError(
+            "durability= needs workers without fragments, each of which would have a "
+            f"center and a journal of its own, got {fragments}"
+        )
     evaluation = _evaluation(evaluate, every, target)
-    found: list[tuple[Execution, int]] = []
+    found: list[tuple[Execution, Recording | None, int]] = []
+    stack = contextlib.ExitStack()
 
     def execution_of(settings: Settings) -> Execution:
         in_background = bool(settings.overlap or settings.delay)
@@ -121,46 +125,43 @@ def run(
         rounds, samples = _rounds(
             rule, inner, loss, data, params, fragments, in_background
         )
+        (ledger, *_), recording = settings.ledgers, None
+        combines, names = ledger.mode.combines, cluster.names
+        if durability is not None:
+            recording = Recording(
+                durability, rule, params, names, ledger.limits, combines=combines
+            )
+            stack.callback(recording.close)
         execution = Execution(
             rounds,
             params,
-            len(cluster.names),
+            len(names),
             fragments=fragments,
-            combines=settings.ledgers[0].mode.combines,
+            combines=combines,
             evaluation=evaluation,
             exact=exact,
             is_uniform=is_constant and fragments is None and not in_background,
+            recording=recording,
         )
         for ledger, store in zip(settings.ledgers, execution.stores, strict=True):
             ledger.rejections.max_norm = store.max_norm
-        found.append((execution, samples))
+        found.append((execution, recording, samples))
         return execution
 
-    planned = simulate(
-        execution_of,
-        cluster,
-        period=period,
-        rule=rule,
-        params=params,
-        seed=seed,
-        progress=progress,
-        **settings,
-    )
-    if durability is not None:
-        return execute(
-            planned,
-            inner,
-            loss,
-            data,
-            params,
-            exact=exact,
-            evaluate=evaluate,
-            every=every,
-            target=target,
-            durability=durability,
+    with stack:
+        planned = simulate(
+            execution_of,
+            cluster,
+            period=period,
+            rule=rule,
+            params=params,
+            seed=seed,
             progress=progress,
+            **settings,
         )
-    execution, samples = found[0]
+        execution, recording, samples = found[0]
+        if recording is not None:
+            recording.finish(round(planned.duration * 1e9))
     return execution.traces(planned, samples)
 
 
@@ -251,22 +252,29 @@ def execute(
     in_background = bool(np.any(planned.in_background))
     rounds, samples = _rounds(rule, inner, loss, data, params, None, in_background)
     settled = planned.steps[planned.order >= 0]
-    execution = Execution(
-        rounds,
-        params,
-        len(planned.names),
-        combines=planned.combines,
-        evaluation=evaluation,
-        exact=exact,
-        is_uniform=not in_background and len(np.unique(settled)) <= 1,
-        width=width,
-    )
-    if durability is None:
+    names, combines = planned.names, planned.combines
+    with contextlib.ExitStack() as stack:
+        recording = None
+        if durability is not None:
+            recording = Recording(
+                durability, rule, params, names, planned.limits, combines=combines
+            )
+            stack.callback(recording.close)
+        execution = Execution(
+            rounds,
+            params,
+            len(names),
+            combines=combines,
+            evaluation=evaluation,
+            exact=exact,
+            is_uniform=not in_background and len(np.unique(settled)) <= 1,
+            width=width,
+            recording=recording,
+        )
         _follow(planned, execution, progress)
-    else:
-        with Recording(planned, params, durability) as recording:
-            execution.record(recording)
-            recording.finish(_follow(planned, execution, progress))
+        if recording is not None:
+            at_target = execution.has_ended
+            recording.finish(None if at_target else round(planned.duration * 1e9))
     return execution.traces(planned, samples)
 
 
@@ -305,36 +313,31 @@ def _rounds(
 
 def _follow(
     planned: Schedule, execution: Execution, progress: Callable[[float], object] | None
-) -> int:
-    """Let all happen that a schedule says, and return the time of its end, ns."""
+) -> None:
+    """Let all happen that a schedule says."""
     rows = _settled_rows(planned)
     sessions = _Sessions(planned, rows)
     limits = planned.limits.messages or MessageLimits()
     rejections = Rejections(limits)
     (store,) = execution.stores
     rejections.max_norm = store.max_norm
-    done, weights = 0, planned.claimed_weight
+    done = 0
+    changes = [planned.sessions[name].tolist() for name in SESSION_COLUMNS]
+    for at, worker, session, event in zip(*changes, strict=True):
+        execution.note(at, worker, session, SessionEvent(event))
     sessions.start(execution, done)
     for group in _groups(rows):
         for message in group if limits.measures else ():
             if message.outcome is Outcome.APPLIED:
                 _check(planned, rejections, message, execution.norm(message))
         rejections.add_norms([m.norm for m in group if m.outcome is Outcome.APPLIED])
-        claimed = (
-            None if weights is None else [_known(weights[m.number]) for m in group]
-        )
-        execution.settle(group, claimed)
+        execution.settle(group)
         if execution.has_ended:
-            return int(planned.settled[group[-1].number])
+            return
         done += len(group)
         sessions.start(execution, done)
         if done % _PROGRESS < len(group) and progress is not None:
             progress(done / len(rows))
-    return round(planned.duration * 1e9)
-
-
-def _known(number: float) -> float | None:
-    return None if math.isnan(number) else float(number)
 
 
 def _settled_rows(planned: Schedule) -> list[Any]:
@@ -344,7 +347,7 @@ def _settled_rows(planned: Schedule) -> list[Any]:
     names = [
         *("worker", "fragment", "session", "sequence", "steps", "anchor_version"),
         *("version", "answer_version", "staleness", "workers", "steps_since"),
-        *("in_background", "outcome", "weight"),
+        *("in_background", "outcome", "weight", "arrived", "settled"),
     ]
     columns = [getattr(planned, name)[rows].tolist() for name in names]
     messages = []
@@ -352,6 +355,10 @@ def _settled_rows(planned: Schedule) -> list[Any]:
         message = SimpleNamespace(**dict(zip(names, values, strict=True)))
         message.number, message.norm = number, None
         message.outcome = Outcome(message.outcome)
+        message.claimed_weight = None
+        if planned.claimed_weight is not None:
+            weight = float(planned.claimed_weight[message.number])
+            message.claimed_weight = None if math.isnan(weight) else weight
         messages.append(message)
     return messages
 

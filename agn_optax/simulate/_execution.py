@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.center import Store, Submission, Version
 from agn_optax.round import Fragments, parts
-from agn_optax.simulate._events import Outcome
+from agn_optax.simulate._events import Outcome, SessionEvent
 from agn_optax.simulate._recording import Recording
 from agn_optax.simulate._rounds import (
     Batches,
@@ -63,6 +62,10 @@ class SettledMessage(Protocol):
     workers: int
     weight: float
     outcome: Outcome
+
+    @property
+    def claimed_weight(self) -> float | None:
+        """The weight that the worker claims for the message."""
 
 
 class Evaluation(NamedTuple):
@@ -143,6 +146,7 @@ class Execution:
       exact: whether each worker makes its messages by itself.
       is_uniform: whether all rounds have the same number of local steps.
       width: see `execute`.
+      recording: the center that writes all to a journal; None writes nothing.
 
     Attributes:
       stores: the store of each fragment.
@@ -165,14 +169,18 @@ class Execution:
         exact: bool,
         is_uniform: bool,
         width: int | None = None,
+        recording: Recording | None = None,
     ) -> None:
-        self._rounds, self._combines = rounds, combines
+        self._rounds, self._combines, self._recording = rounds, combines, recording
         params = trees.copy(params)
         centers = [params]
         if fragments is not None:
             centers = fragments.divide(params).cut(params)
         _check_memory(jax.eval_shape(rounds.start, centers), params, workers)
-        self.stores = [Store(rounds.rule, center) for center in centers]
+        if recording is None:
+            self.stores = [Store(rounds.rule, center) for center in centers]
+        else:
+            self.stores = [recording.store]
         self._workers = [_Worker(i) for i in range(workers)]
         self._ready: dict[int, None] = {}  # workers with actions
         self._makes_all = not exact
@@ -187,11 +195,6 @@ class Execution:
         self._evaluations: list[tuple[int, int, Any]] = []  # row, version and value
         self._losses: dict[int, Any] = {}  # by row, in the order of the center
         self.has_ended = False
-        self._recording: Recording | None = None
-
-    def record(self, recording: Recording) -> None:
-        """Let a real center, which writes a tape, apply the messages."""
-        self._recording, self.stores = recording, [recording.store]
 
     # What workers do.
 
@@ -250,6 +253,11 @@ class Execution:
             exchange.began = at
         worker.actions.append(_Action("adopt", at, fragment, late))
 
+    def note(self, at: int, index: int, session: int, event: SessionEvent) -> None:
+        """Take a change of a session, at a time in ns."""
+        if self._recording is not None:
+            self._recording.note(at, index, session, event)
+
     # What the center does.
 
     def norm(self, message: Any) -> float | None:
@@ -268,41 +276,35 @@ class Execution:
             )
         return float(norm)
 
-    def settle(
-        self,
-        messages: Sequence[SettledMessage],
-        claimed: Sequence[float | None] | None = None,
-    ) -> None:
+    def settle(self, messages: Sequence[SettledMessage]) -> None:
         """Apply, drop or reject messages of one fragment, which nothing lies between.
 
         Args:
           messages: the messages, with their outcomes.
-          claimed: the weights that they claim; None if none does.
         """
         store = self.stores[messages[0].fragment]
-        before, submissions = store.current, []
-        for i, message in enumerate(messages):
+        before, sent = store.current, []
+        applied = [m for m in messages if m.outcome is Outcome.APPLIED]
+        for message in messages:
             worker, f = self._workers[message.worker], message.fragment
             made = self._make(worker, f, message.sequence)
             self._losses[message.number] = made.loss
-            submissions.append(
+            sent.append(
                 Submission(
                     message.sequence,
                     store.place(made.contribution),
                     message.anchor_version,
                     message.steps,
-                    None if claimed is None else claimed[i],
+                    message.claimed_weight,
                     {"loss": made.loss},
                 )
             )
-        are_applied = [message.outcome is Outcome.APPLIED for message in messages]
-        applied = [*itertools.compress(messages, are_applied)]
         if self._recording is not None:
-            rows = [message.number for message in messages]
-            self._recording.settle(rows, submissions)
+            self._recording.settle(messages, sent)
         elif applied:
+            pairs = zip(messages, sent, strict=True)
             store.apply(
-                [*itertools.compress(submissions, are_applied)],
+                [each for m, each in pairs if m.outcome is Outcome.APPLIED],
                 [message.staleness for message in applied],
                 [message.weight for message in applied] if self._combines else None,
                 applied[0].workers,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from agn_optax.center import (
     Core,
     Due,
     Journal,
+    Limits,
     LocalSession,
     Mode,
     Runtime,
@@ -23,9 +25,9 @@ from agn_optax.center import (
     Submission,
     Thresholds,
 )
+from agn_optax.rules import Rule
 from agn_optax.simulate._cluster import nanoseconds
-from agn_optax.simulate._events import SESSION_COLUMNS, Outcome, SessionEvent
-from agn_optax.simulate._schedule import Schedule
+from agn_optax.simulate._events import Outcome, SessionEvent
 from agn_optax.tape import check_new
 
 PyTree = Any
@@ -70,31 +72,29 @@ class _Decided(Mode):
         return self._weights
 
 
-def check_journal(journal: Journal) -> None:
-    """Raise if a run cannot be written to a journal: see `Recording`."""
-    check.instance(journal, Journal, "durability must be Journal(...) or None")
-    check_new(journal.directory)
-
-
 class _Change(NamedTuple):
     """A change of the registered workers."""
 
     at: int  # time, ns
+    number: int  # of changes, for the order of those at the same time
     worker: str
     session: int
     event: SessionEvent | None  # None when the lease of one that failed ends
 
 
 class Recording:
-    """A real center that does what a schedule says, and writes it to a journal.
+    """A real center that does what a simulation says, and writes it to a journal.
 
-    Joins, messages, leaves and ends of leases reach the center at their times of the
-    schedule. Its ledger counts them, and its mode decides as the schedule does.
+    Joins, messages, leaves and ends of leases reach the center at their simulated
+    times. Its ledger counts them, and its mode decides as the simulation has decided.
 
     Args:
-      planned: the schedule.
-      params: the first parameters.
       journal: the journal, whose directory must be new or empty.
+      rule: the rule.
+      params: the first parameters.
+      names: names of the workers.
+      limits: the limits of the center.
+      combines: whether it applies messages in rounds.
 
     Attributes:
       store: the store of the center.
@@ -105,61 +105,102 @@ class Recording:
       DurabilityError: the directory cannot be written.
     """
 
-    def __init__(self, planned: Schedule, params: PyTree, journal: Journal) -> None:
-        check_journal(journal)
-        assert planned.rule is not None
-        self._planned = planned
+    def __init__(
+        self,
+        journal: Journal,
+        rule: Rule,
+        params: PyTree,
+        names: Sequence[str],
+        limits: Limits,
+        *,
+        combines: bool,
+    ) -> None:
+        check.instance(journal, Journal, "durability must be Journal(...) or None")
+        check_new(journal.directory)
+        self._names, self._combines = names, combines
         self._now = 0.0  # s, of the virtual clock
-        self._mode = _Decided(planned.combines)
+        self._mode = _Decided(combines)
         settings = CenterSettings(
-            planned.rule,
+            rule,
             params,
             mode=self._mode,
             durability=journal,
-            limits=planned.limits,
+            limits=limits,
             thresholds=_NO_NOTICES,
         )
         self._core = Core(settings, runtime=Runtime(clock=lambda: self._now))
         self.store: Store = self._core.store
-        self._changes = deque(_changes(planned))
+        self._changes: list[_Change] = []  # a heap of those to come
+        self._numbers = itertools.count()
         self._sessions: dict[str, LocalSession] = {}
+        # Sessions that failed, by the number of the change that ends them.
+        self._failed: dict[int, LocalSession] = {}
+        self._last: dict[int, Any] = {}  # last message of each worker
+        self._settled = 0  # time of the last decision, ns
         self._queued = 0  # bytes of contributions since all were on disk
 
-    def settle(self, rows: Sequence[int], submissions: Sequence[Submission]) -> None:
-        """Settle messages as the schedule does.
+    def note(self, at: int, index: int, session: int, event: SessionEvent) -> None:
+        """Take a change of a session, at a time that is not over.
 
         Args:
-          rows: their rows in the schedule, in the order of the center.
-          submissions: the messages.
+          at: time of the change, ns.
+          index: the worker.
+          session: number of the session.
+          event: the change.
         """
-        given = dict(zip(rows, submissions, strict=True))
-        for batch in _batches(self._planned, rows):
-            self._settle(batch, [given[row] for row in batch])
+        self._push(at, self._names[index], session, event)
 
-    def _settle(self, rows: list[int], submissions: list[Submission]) -> None:
+    def _push(
+        self, at: int, name: str, session: int, event: SessionEvent | None
+    ) -> int:
+        """Plan a change, and return its number."""
+        change = _Change(at, next(self._numbers), name, session, event)
+        heapq.heappush(self._changes, change)
+        return change.number
+
+    def settle(
+        self, messages: Sequence[Any], submissions: Sequence[Submission]
+    ) -> None:
+        """Settle messages as the simulation does.
+
+        Args:
+          messages: the messages, in the order of the center.
+          submissions: their submissions.
+        """
+        given = dict(zip(map(id, messages), submissions, strict=True))
+        for batch in _batches(messages, self._combines):
+            self._settle(batch, [given[id(message)] for message in batch])
+
+    def _settle(self, messages: list[Any], submissions: list[Submission]) -> None:
         """Settle messages that are applied, dropped or rejected together."""
-        planned, first = self._planned, rows[0]
-        workers = int(planned.workers[first])
-        self._change(int(planned.settled[first]), workers)
-        if (registered := len(self._core.ledger.registered())) != workers:
+        first = messages[0]
+        self._settled = at = first.settled
+        self._change(at, first.workers)
+        if (registered := len(self._core.ledger.registered())) != first.workers:
             raise errors.SimulationError(
-                f"after {planned.settled[first] / 1e9:g} s the schedule has {workers} "
-                f"registered workers, and the center {registered}"
+                f"after {at / 1e9:g} s the schedule has {first.workers} registered "
+                f"workers, and the center {registered}"
             )
-        names = [planned.names[planned.worker[row]] for row in rows]
-        for row, name, submission in zip(rows, names, submissions, strict=True):
+        names = [self._names[message.worker] for message in messages]
+        for message, name, submission in zip(messages, names, submissions, strict=True):
             # Programs may overwrite the arrays before they are on disk.
             contribution = jax.tree.map(np.array, submission.contribution)
             self._queued += trees.nbytes(contribution)
-            self._now = planned.arrived[row] / 1e9
-            self._sessions[name].submit(submission._replace(contribution=contribution))
-        self._now = planned.settled[first] / 1e9
-        by_name = dict(zip(names, planned.weight[rows].tolist(), strict=True))
-        weights = tuple(by_name[name] for name in sorted(names))
-        applies = bool(planned.outcome[first] != Outcome.DROPPED)
-        self._mode.decide(names, weights if planned.combines else None, applies=applies)
+            self._now = message.arrived / 1e9
+            self._sessions[name].submit(
+                submission._replace(
+                    contribution=contribution, late_steps=self._late_steps(message)
+                )
+            )
+        self._now = at / 1e9
+        weights = None
+        if self._combines:
+            by_name = {self._names[m.worker]: float(m.weight) for m in messages}
+            weights = tuple(by_name[name] for name in sorted(names))
+        applies = first.outcome != Outcome.DROPPED
+        self._mode.decide(names, weights, applies=applies)
         self._core.heartbeat(())  # of nobody: it settles what is due
-        made = int(planned.version[rows].max())
+        made = max(message.version for message in messages)
         if made >= 0 and self.store.current.number != made:
             raise errors.SimulationError(
                 f"the center does not make version {made} of the schedule, but is at "
@@ -175,22 +216,28 @@ class Recording:
             with self._core.reading(kept=True):
                 self._queued = 0
 
-    def finish(self, at: int) -> None:
+    def _late_steps(self, message: Any) -> int:
+        """Return the steps of a message that were made before the last answer."""
+        last, self._last[message.worker] = self._last.get(message.worker), message
+        if last is None or last.session != message.session:
+            return 0
+        if last.outcome == Outcome.REJECTED:  # its worker was reset
+            return 0
+        return int(last.steps_since)
+
+    def finish(self, at: int | None = None) -> None:
         """End the run: all workers that are registered leave.
 
         Args:
-          at: time of the end, ns.
+          at: time of the end, ns; None for that of the last decision.
         """
+        at = self._settled if at is None else at
         self._change(at, None)
         self._now = at / 1e9
         for session in self._sessions.values():
             session.leave()
 
-    def __enter__(self) -> Recording:
-        """Return the recording, which is closed at the end."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         """Write what is left to disk, and release the directory."""
         self._core.close("the simulation has ended")
 
@@ -208,7 +255,7 @@ class Recording:
             # A lease is over a nanosecond later than a message may already find it.
             if at > until + 1 or (at >= until and len(registered) == workers):
                 break
-            self._make_change(self._changes.popleft())
+            self._make_change(heapq.heappop(self._changes))
 
     def _make_change(self, change: _Change) -> None:
         name, core = change.worker, self._core
@@ -220,49 +267,29 @@ class Recording:
             self._sessions.pop(name).leave()
         elif change.event is SessionEvent.FAILED:
             self._sessions[name].disconnect()
-        else:
-            self._sessions.pop(name)
-            core.heartbeat(())
+            lease = nanoseconds(core.ledger.limits.lease)
+            end = self._push(change.at + lease + 1, name, change.session, None)
+            self._failed[end] = self._sessions[name]
+        elif change.event is None:
+            session = self._failed.pop(change.number)
+            if self._sessions.get(name) is session:  # it has not joined again
+                del self._sessions[name]
+                core.heartbeat(())
 
 
-def _changes(planned: Schedule) -> list[_Change]:
-    """Return all changes of the registered workers, by time.
-
-    The center gives up a worker that failed when its lease ends, unless it joins again
-    before.
-    """
-    lease = nanoseconds(planned.limits.lease) + 1
-    rows = zip(
-        *[planned.sessions[name].tolist() for name in SESSION_COLUMNS], strict=True
-    )
-    found: list[_Change] = []
-    failed: dict[str, _Change] = {}  # and has not joined again
-    for at, worker, session, event in rows:
-        change = _Change(at, planned.names[worker], session, SessionEvent(event))
-        if change.event is SessionEvent.STARTED:
-            continue
-        found.append(change)
-        end = failed.pop(change.worker, None)
-        if end is not None and end.at < at:
-            found.append(end)
-        if change.event is SessionEvent.FAILED:
-            failed[change.worker] = change._replace(at=at + lease, event=None)
-    return sorted([*found, *failed.values()], key=lambda change: change.at)
-
-
-def _batches(planned: Schedule, rows: Sequence[int]) -> Iterator[list[int]]:
+def _batches(messages: Sequence[Any], combines: bool) -> Iterator[list[Any]]:
     """Yield the messages that the center settles at once."""
-    batch: list[int] = []
-    for row in rows:
+    batch: list[Any] = []
+    for message in messages:
         is_same = (
             bool(batch)
-            and planned.combines
-            and planned.settled[row] == planned.settled[batch[0]]
-            and Outcome.DROPPED not in planned.outcome[[row, batch[0]]]
+            and combines
+            and message.settled == batch[0].settled
+            and Outcome.DROPPED not in (message.outcome, batch[0].outcome)
         )
         if batch and not is_same:
             yield batch
             batch = []
-        batch.append(row)
+        batch.append(message)
     if batch:
         yield batch

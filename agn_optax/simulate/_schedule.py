@@ -352,9 +352,9 @@ def simulate(
     if numbers_of is not None:
         settings.numbers = numbers_of(settings)
     simulation = Simulation(settings)
-    with contextlib.ExitStack() as during:
-        if settings.numbers is None:
-            during.enter_context(_without_garbage_collection())
+    # Computed messages leave arrays in cycles.
+    is_plain = numbers_of is None
+    with _without_garbage_collection() if is_plain else contextlib.nullcontext():
         simulation.run()
     arguments = {"combines": mode.combines, "rule": rule, "limits": limits}
     return _result(simulation, names, seed, sizes, arguments)

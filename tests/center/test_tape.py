@@ -23,6 +23,7 @@ from agn_optax.center import (
     Synchronous,
 )
 from agn_optax.center.durability._directory import Files
+from agn_optax.center.durability._files import Lock
 
 DOWNPOUR = shared.downpour()
 PARAMS = jnp.zeros(1000)
@@ -129,6 +130,25 @@ def test_hashes_keeps_the_same_chain_without_contributions(tmp_path):
     assert len(kept) > len(whole)
     size = sum((tmp_path / "a" / n).stat().st_size for n in names(tmp_path / "a", "c"))
     assert size < 2 * PARAMS.nbytes * 5
+
+
+def test_record_that_was_written_in_part_is_not_on_the_tape(tmp_path):
+    """A power failure left its description whole, and not its contribution."""
+    with make(tmp_path / "a", "hashes") as center:
+        sessions.join(center, "w")
+        send(center)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    journal = tmp_path / "b" / names(tmp_path / "b", "journal")[-1]
+    raw = bytearray(journal.read_bytes())
+    raw[len(raw.rstrip(b"\0")) - 1] ^= 1
+    journal.write_bytes(raw)
+    (tmp_path / "b/lock").write_bytes(Lock("journal", 1).to_bytes())
+    with make(tmp_path / "b", "hashes") as center:
+        assert center.version == 0
+        run(center, 5)
+    kinds = [each.kind for each in Files(tmp_path / "b").segments()]
+    assert kinds[0] == "chain"
+    assert sum(event["kind"] == "exchange" for event in events(tmp_path / "b")) == 5
 
 
 def test_limit_drops_the_oldest_contributions_and_never_the_chain(tmp_path):

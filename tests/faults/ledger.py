@@ -354,7 +354,7 @@ class Ledger:
     def _check_tape(self, folder):
         files = Files(folder)
         parent, applied = None, []
-        last, connections = 0.0, {}
+        last, connections = 0.0, None  # unknown if a process began before
         for segment in files.segments():
             if segment.number and parent is None and self._scenario.keep:
                 raise BrokenError("the beginning of the tape is missing")
@@ -374,7 +374,7 @@ class Ledger:
                 members = record.about["ledger"]["members"]
                 if "process" in record.about:
                     connections = {}
-                for name in record.about["workers"]:
+                for name in record.about["workers"] if connections is not None else ():
                     _check_joined(record, name, members, connections)
                 made = [
                     (name, members[name]["session_id"], each["sequence"])

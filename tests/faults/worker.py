@@ -222,6 +222,8 @@ class Life:
             self._run.ledger.never_applied(self._message)
         self.machine.leave()
         self.worker.forget()
+        self.link.end()
+        self.link = None  # its packets are not of the next session
         self._message = self._answer = self._checkpoint = None
         self._one_call, self._calls = (), False
         self._new_session()

@@ -12,6 +12,8 @@ from helpers import sessions
 
 TRANSPORTS = ["grpc", "socket"]
 _TICK = 0.02  # s, between two pieces of a slowed transfer
+_TURN = 0.002  # s, of a connection on a link that several share
+_MIN_PIECE = 4096  # bytes
 
 
 class Proxy:
@@ -259,36 +261,40 @@ def _shut(*ends):
 
 
 class _Link:
-    """One direction of a slow network, with unlimited buffers."""
+    """One direction of a slow network, which its connections share, piece by piece."""
 
     def __init__(self, bandwidth):
         self._bandwidth = bandwidth
+        self._size = max(_MIN_PIECE, int(bandwidth * _TURN))
         self._lock = threading.Lock()
-        self._free = 0.0  # time when all accepted data has passed
+        self._free = 0.0  # time when all pieces so far have passed
 
     def carry(self, arriving):
-        """Yield arriving data once it has passed, after all earlier data.
+        """Yield arriving data in pieces, each once it has passed.
 
-        A separate thread accepts data at once, so the link has its nominal speed
-        however late a busy machine wakes the reader, which then finds that more has
-        passed.
+        A piece gets its turn only when the connection's last piece has passed, so that
+        connections with much data share the link equally. Its turn may have been in the
+        past, if it had arrived by then: so the link has its nominal speed however late
+        a busy machine wakes this thread. A separate thread notes when data arrives.
         """
-        carried = queue.SimpleQueue()
-        taking = threading.Thread(target=self._take, args=(arriving, carried))
+        arrived = queue.SimpleQueue()
+        taking = threading.Thread(target=self._take, args=(arriving, arrived))
         taking.start()
-        for through, data in iter(carried.get, None):
-            time.sleep(max(0.0, through - time.monotonic()))
-            yield data
+        for at, data in iter(arrived.get, None):
+            for begin in range(0, len(data), self._size):
+                piece = data[begin : begin + self._size]
+                with self._lock:
+                    turn = max(self._free, at)
+                    through = self._free = turn + len(piece) / self._bandwidth
+                time.sleep(max(0.0, through - time.monotonic()))
+                yield piece
         taking.join()
 
-    def _take(self, arriving, carried):
+    def _take(self, arriving, arrived):
         with contextlib.suppress(OSError):
             for data in arriving:
-                with self._lock:
-                    begin = max(self._free, time.monotonic())
-                    through = self._free = begin + len(data) / self._bandwidth
-                carried.put((through, data))
-        carried.put(None)
+                arrived.put((time.monotonic(), data))
+        arrived.put(None)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from helpers import problem, shared
 from helpers.support import assert_close, assert_identical, compilations
 
 import agn_optax
-from agn_optax import errors, simulate, tape
+from agn_optax import errors, simulate
 from agn_optax.center import Journal, Limits, MessageLimits, Synchronous
 from agn_optax.round import Fragments
 from agn_optax.simulate import Cluster, Fixed, Link, LogNormal
@@ -222,26 +222,6 @@ def test_evaluations_of_fragments_count_the_versions_of_all():
     np.testing.assert_array_equal(found.evaluation_versions, [20, 40, 60])
     assert sum(center.version for center in found.center) == 60
     assert found.evaluations[-1] == evaluate(found.params)
-
-
-def test_journal_of_a_run_that_cannot_be_written_is_rejected_at_once(tmp_path):
-    journal = Journal(tmp_path / "center")
-    with pytest.raises(errors.InvalidArgumentError, match="either fragments="):
-        run(fragments=Fragments(2), period=4, durability=journal)
-    (tmp_path / "other").write_text("")
-    with pytest.raises(errors.InvalidArgumentError, match="empty"):
-        run(durability=Journal(tmp_path))
-
-
-def test_rejections_are_written_to_a_tape(tmp_path):
-    limits = Limits(messages=MessageLimits(norm=1.3))
-    journal = Journal(tmp_path / "center", keep="contributions")
-    found = run(limits=limits, durability=journal)
-    assert np.any(found.schedule.outcome == simulate.Outcome.REJECTED)
-    assert found.digest == run(limits=limits).digest
-    audited = tape.audit(tape.read(tmp_path / "center"))
-    rejected = np.sum(found.schedule.outcome == simulate.Outcome.REJECTED)
-    assert sum(worker.rejected for worker in audited.workers) == rejected
 
 
 def test_fragments_with_a_delay_and_overlap_are_rejected():

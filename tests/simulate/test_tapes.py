@@ -442,6 +442,8 @@ def test_simulated_tape_is_that_of_a_center(name, tmp_path):
     assert [e.registered for e, _ in messages] == planned.workers[rows].tolist()
     losses = [m.reported["loss"] for _, m in messages]
     np.testing.assert_allclose(losses, found.loss, rtol=1e-6)
+    if planned.in_background.any():
+        assert max(m.late_steps for _, m in messages) > 0
     if planned.combines:
         assert [m.factor for _, m in messages] == planned.weight[rows].tolist()
 
@@ -521,6 +523,56 @@ def test_run_writes_a_tape_up_to_its_target(tmp_path):
     assert_identical(recorded.replay(RULE, whole=True), found.center)
     *_, last = recorded.events()
     assert last.time == pytest.approx(found.seconds[-1], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_simulated_tape_of_overlapping_exchanges_is_simulated_again(tmp_path):
+    planned = plan(period=PERIOD, overlap=True)
+    journal = Journal(tmp_path / "run", keep="contributions")
+    found = execute(planned, params=problem.params(), durability=journal)
+    limits = Limits(max_workers=None, lease=1.0)
+    check_again(tmp_path / "run", RULE, found.center, tmp_path / "again", limits=limits)
+
+
+def test_rejections_for_a_norm_are_on_a_simulated_tape(tmp_path):
+    limits = Limits(max_workers=None, lease=1.0, messages=MessageLimits(norm=1.5))
+    found = simulate.run(
+        RULE,
+        INNER,
+        problem.loss,
+        data,
+        problem.params(),
+        cluster=CLUSTER,
+        period=PERIOD,
+        exchanges=40,
+        exact=True,
+        limits=limits,
+        durability=Journal(tmp_path / "run", keep="contributions"),
+    )
+    recorded = tape.read(tmp_path / "run")
+    outcomes = [m.outcome for e in recorded.events() for m in e.messages]
+    schedule = found.schedule
+    rows = schedule.outcome[found.rows]
+    assert outcomes == [Outcome(o).name.lower() for o in rows]
+    assert 0 < outcomes.count("rejected") < 40
+    check_again(tmp_path / "run", RULE, found.center, tmp_path / "again", limits=limits)
+
+
+def test_run_with_fragments_writes_no_tape(tmp_path):
+    with pytest.raises(errors.InvalidArgumentError, match="without fragments"):
+        simulate.run(
+            RULE,
+            INNER,
+            problem.loss,
+            data,
+            problem.params(),
+            cluster=CLUSTER,
+            period=PERIOD,
+            exchanges=40,
+            fragments=agn_optax.Fragments(2),
+            durability=Journal(tmp_path / "run"),
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_directory_of_a_simulated_tape_must_be_new(tmp_path):

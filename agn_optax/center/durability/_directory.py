@@ -177,6 +177,8 @@ class Directory(Files):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         path = self.path
+        # Position of an incomplete write in the newest journal; None if there is none.
+        self._cut_off_at: int | None = None
         if sys.platform == "win32":
             raise errors.DurabilityError("a center on disk needs a POSIX system")
         with contextlib.ExitStack() as opened:
@@ -264,6 +266,8 @@ class Directory(Files):
                         _records.check_parent(record, parent)
                         number, parent = number + 1, record.digest
                         yield record
+                if cut_off:
+                    self._cut_off_at = position
                 # A journal is on disk before the next one is begun.
                 if cut_off and start != starts[-1]:
                     raise _records.DamagedError("its end is damaged")
@@ -384,11 +388,16 @@ class Directory(Files):
     def sync_newest(self) -> None:
         """Sync the newest journal, which a process that was killed may not have synced.
 
+        The head of a record that was written in part is removed: without its arrays,
+        the record would be read as a complete one.
+
         Raises:
           OSError: the journal could not be synced.
         """
         for number in self.numbers("journal")[-1:]:
             with open_file(self.file("journal", number), os.O_RDWR) as file:
+                if self._cut_off_at is not None:
+                    os.pwrite(file, bytes(64), self._cut_off_at)
                 os.fsync(file)
 
     def remove_old(self, journals: int) -> None:
