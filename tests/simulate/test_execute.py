@@ -224,6 +224,13 @@ def test_evaluations_of_fragments_count_the_versions_of_all():
     assert found.evaluations[-1] == evaluate(found.params)
 
 
+def test_tape_of_a_run_with_fragments_is_rejected_before_it_begins(tmp_path):
+    journal = Journal(tmp_path / "center")
+    with pytest.raises(errors.InvalidArgumentError, match="needs workers without"):
+        run(fragments=Fragments(2), period=4, durability=journal)
+    assert not journal.directory.exists()
+
+
 def test_fragments_with_a_delay_and_overlap_are_rejected():
     with pytest.raises(errors.InvalidArgumentError, match="overlap=True"):
         run(fragments=Fragments(2, delay=1), overlap=True)
