@@ -64,7 +64,7 @@ class Message:
     """
 
     arrived = settled = received = adopted = -1
-    version = answer_version = staleness = order = workers = -1
+    version = answer_version = staleness = order = workers = index = -1
     steps_since = 0
     outcome = Outcome.OPEN
     weight = 1.0
@@ -90,7 +90,7 @@ COLUMNS = (
     *("number", "worker", "fragment", "session", "sequence", "steps", "step_time"),
     *("began", "sent", "anchor_version", "arrived", "settled", "received", "adopted"),
     *("version", "answer_version", "staleness", "order", "workers", "steps_since"),
-    *("in_background", "outcome"),
+    *("in_background", "outcome", "index"),
 )
 SESSION_COLUMNS = ("time", "worker", "session", "event")
 ROW_BYTES = 8 * (len(COLUMNS) + 1)
@@ -629,7 +629,7 @@ class Simulation:
             assert message is not None
             message.settled = now
             message.staleness = batch.staleness[i]
-            message.workers = batch.workers
+            message.workers, message.index = batch.workers, batch.indices[i]
             message.order = self.settled
             self.settled += 1
             message.answer_version = ledger.version

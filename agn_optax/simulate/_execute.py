@@ -402,6 +402,7 @@ class _Execution:
             if planned.combines
             else None,
             int(planned.workers[applied[0]]),
+            [int(planned.index[row]) for row in applied],
         )
 
     def _check(self, row: int, submission: Submission, norm: float | None) -> None:

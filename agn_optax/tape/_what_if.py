@@ -400,7 +400,8 @@ class _Run:
             ]
             staleness = [batch.staleness[i] for i in indices]
             weights = batch.weights and [batch.weights[i] for i in indices]
-            store.apply(submissions, staleness, weights, batch.workers)
+            its_indices = [batch.indices[i] for i in indices]
+            store.apply(submissions, staleness, weights, batch.workers, its_indices)
             if self.parted is None:
                 digest = trees.digest(store.tree(store.current))
                 self._own_hashes[store.current.number] = digest
