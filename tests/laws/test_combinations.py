@@ -404,9 +404,10 @@ def rejection(rule, codec, place, dtype, fragments):
             return "mixing would reduce"
         if place == "overlapping":
             return "an answer is adopted when it arrives"
-    # A fragment has whole leaves. A shard may have a part of a leaf; heloco and isoloco
-    # read whole leaves.
-    has_whole_leaves = rule in ("heloco", "isoloco") and codec == "e3m0"
+    # heloco and isoloco read whole leaves. A fragment has whole leaves, and so has a
+    # shard here if the codec works by blocks.
+    is_blockwise = codec not in ("identity", "cast")
+    has_whole_leaves = rule in ("heloco", "isoloco") and is_blockwise
     if rule in ACROSS and (
         place == "shards of towers"
         or ((place, fragments) == ("in shards", "whole") and not has_whole_leaves)
