@@ -713,11 +713,12 @@ def _lost_because(batch: Batch, index: int, in_rounds: bool) -> str:
 
 def _applied(
     batch: Batch, messages: list[_WaitingMessage]
-) -> tuple[list[Submission], list[int], list[float] | None, int]:
+) -> tuple[list[Submission], list[int], list[float] | None, int, list[int]]:
     """Return the messages to be applied, as arguments of `Store.apply`.
 
     Returns:
-      The submissions, their staleness and weights, and the number of workers.
+      The submissions, their staleness and weights, the number of workers, and the
+      index of each message's worker.
     """
     weights = batch.weights
     return (
@@ -725,6 +726,7 @@ def _applied(
         [batch.staleness[i] for i in batch.indices_to_apply],
         None if weights is None else [weights[i] for i in batch.indices_to_apply],
         batch.workers,
+        [batch.indices[i] for i in batch.indices_to_apply],
     )
 
 

@@ -135,6 +135,7 @@ class Member:
     speeds: Sequence[float] = ()  # local steps per second, in its last rounds
     speed: float = 0.0  # median of `speeds`; 0 if empty
     totals: Totals = _NO_TOTALS  # of its name, also in earlier sessions
+    index: int = -1  # for center optimizers; see `Ledger._index`
 
     @property
     def has_ended(self) -> bool:
@@ -163,6 +164,7 @@ class Batch(NamedTuple):
     rejected: Mapping[str, Rejection]
     workers: int  # number of registered workers
     round_staleness: tuple[int, ...]  # of each message
+    indices: tuple[int, ...]  # index of each message's worker
 
     def is_applied(self, index: int) -> bool:
         """Return whether a message is to be applied."""
@@ -203,6 +205,8 @@ class Ledger:
         self._registered: dict[str, Member] = {}
         self._ended: dict[str, Member] = {}  # remembered, in order of their ends
         self._newly_ended: dict[str, None] = {}  # names; see `take_ended`
+        self._taken: set[int] = set()  # indices of registered workers
+        self._free = 0  # no smaller index is free
         # So that no decision on a message looks at all workers or all messages:
         self._at_round: dict[int, int] = {}  # registered workers by number of rounds
         self._slowest = 0  # the smallest of these numbers; 0 without workers
@@ -305,7 +309,7 @@ class Ledger:
             member = Member(session_id, self.version, rounds, now, now, recent)
             if old is not None:  # a worker of that name is likely on the same machine
                 self._set_speeds(member, old.speeds)
-                member.totals = old.totals
+                member.totals, member.index = old.totals, old.index
         member.state = NEXT[member.state, "join"]
         self._ended.pop(worker, None)
         self._newly_ended.pop(worker, None)
@@ -460,6 +464,7 @@ class Ledger:
             rejected,
             len(self._registered),
             tuple(late),
+            tuple([self._registered[entry.worker].index for entry in entries]),
         )
 
     @property
@@ -650,6 +655,8 @@ class Ledger:
     def _register(self, worker: str, member: Member) -> None:
         """Add a worker to the registered ones, and to what is known of all."""
         self._registered[worker] = member
+        member.index = self._index(member.index)
+        self._taken.add(member.index)
         self._count(member.rounds, 1)
         self._compare_speed(0.0, member.speed)
 
@@ -657,6 +664,20 @@ class Ledger:
         """Remove a registered worker from what is known of all."""
         self._count(member.rounds, -1)
         self._compare_speed(member.speed, 0.0)
+        self._taken.remove(member.index)
+        self._free = min(self._free, member.index)
+
+    def _index(self, last: int) -> int:
+        """Return the index of a worker that registers.
+
+        It is the last index of that name unless another worker has it, and else the
+        smallest free one, so that indices stay small while workers come and go.
+        """
+        if last >= 0 and last not in self._taken:
+            return last
+        while self._free in self._taken:
+            self._free += 1
+        return self._free
 
     def _extend_lease(self, member: Member, now: float) -> None:
         member.seen = now

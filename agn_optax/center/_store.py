@@ -25,7 +25,7 @@ from agn_optax.center._message_limits import MAX_NORM
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import steps as rounds
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, max_workers
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -123,6 +123,7 @@ class Store:
         elif packing is not None:
             center_state = packing.pack_state(rule, center_state)
         self._center_state = center_state
+        self._max_workers = max_workers(center_state)
 
     @classmethod
     def restore(
@@ -277,6 +278,7 @@ class Store:
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
         workers: int = 1,
+        indices: Sequence[int] | None = None,
     ) -> None:
         """Compute the next version.
 
@@ -286,11 +288,20 @@ class Store:
           weights: factor of each message of a round, ignored if the rule discounts
             messages by their staleness; None if this is no round.
           workers: number of registered workers.
+          indices: index of each message's worker; None if unknown.
+
+        Raises:
+          CenterFullError: the center optimizer is made for fewer workers.
         """
         before, program = self.current, self._programs.move
+        indices = [-1] * len(submissions) if indices is None else indices
+        if weights is None:
+            self._check_index(indices[0])
         extras = [
-            _extra(before.number, stale, submission, workers)
-            for stale, submission in zip(staleness, submissions, strict=True)
+            _extra(before.number, stale, submission, workers, index)
+            for stale, submission, index in zip(
+                staleness, submissions, indices, strict=True
+            )
         ]
         data: PyTree = submissions[0].contribution
         extra: Any = extras[0]
@@ -304,6 +315,15 @@ class Store:
         run = program.in_place if in_place else program.anew
         params, self._center_state = run(data, extra, before.params, self._center_state)
         self.current = Version(params, before.number + 1)
+
+    def _check_index(self, index: int) -> None:
+        most = self._max_workers
+        if most is not None and index >= most:
+            raise errors.CenterFullError(
+                f"the center optimizer of rule {self._rule.name!r} is made for {most} "
+                f"workers, and this is worker number {index + 1}: the center is "
+                "unchanged. Give the center optimizer the largest number of workers"
+            )
 
     def _combine(
         self,
@@ -330,7 +350,7 @@ class Store:
         else:
             total = programs.combine(contributions, before.params, counted)
         combined = Submission(0, total, before.number, round(steps / count), mean)
-        extra = _extra(before.number, 0, combined, workers)
+        extra = _extra(before.number, 0, combined, workers, -1)
         return total, (_on_device(divisor), extra)
 
 
@@ -353,6 +373,7 @@ class _Extra(NamedTuple):
     weight: jax.Array
     since: tuple[jax.Array, jax.Array]  # a multiple of `_VERSIONS`, and the remainder
     workers: jax.Array
+    worker: jax.Array
 
     def as_dict(self) -> dict[str, Any]:
         """Return the extra arguments of a center outside the workers' programs."""
@@ -362,7 +383,9 @@ class _Extra(NamedTuple):
 _VERSIONS = 256  # divisor of `since`: both parts repeat, so few are transferred anew
 
 
-def _extra(version: int, stale: int, submission: Submission, workers: int) -> _Extra:
+def _extra(
+    version: int, stale: int, submission: Submission, workers: int, index: int
+) -> _Extra:
     since = min(max(version - stale, 0), _MAX_INT)
     rest, weight = since % _VERSIONS, submission.weight
     return _Extra(
@@ -371,6 +394,7 @@ def _extra(version: int, stale: int, submission: Submission, workers: int) -> _E
         _on_device(1.0 if weight is None else weight),
         (_on_device(since - rest), _on_device(rest)),
         _on_device(workers),
+        _on_device(index),
     )
 
 

@@ -61,6 +61,7 @@ from agn_optax.rules._weights import WeightState as WeightState
 from agn_optax.rules._weights import scale_by_turnaround as scale_by_turnaround
 from agn_optax.rules._weights import scale_by_weight as scale_by_weight
 from agn_optax.rules.center_optimizers import delayed_nesterov as delayed_nesterov
+from agn_optax.rules.center_optimizers import max_workers as max_workers
 
 __all__ = [
     "Rule",

@@ -78,6 +78,7 @@ TABLE: dict[str, Declaration] = {
     "agn_optax.buffered": Declaration(inner="optimizer"),
     "agn_optax.by_local_steps": Declaration(inner="optimizer"),
     "agn_optax.elementwise": Declaration(inner="optimizer"),
+    "agn_optax.rennala": Declaration(inner="buffer"),
     "agn_optax.restart_momentum": Declaration(inner="optimizer"),
     "agn_optax.stateless": Declaration(inner="update"),
     # Transformations of each element.
@@ -124,6 +125,7 @@ TABLE: dict[str, Declaration] = {
     "optax.trace": _ELEMENT,
     # Transformations of each leaf.
     "agn_optax.heloco": _LEAF,
+    "agn_optax.isoloco": _LEAF,
     "optax.adaptive_grad_clip": _LEAF,
     "optax.centralize": _LEAF,
     "optax.clip_by_block_rms": _LEAF,

@@ -143,7 +143,9 @@ def _center(rule: Rule) -> PyTree:
     center, results = _probe(2.0), []
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        metadata = {"staleness": staleness, "since": 1, "workers": 3}
+        # First a combined message, which every center optimizer applies at once.
+        metadata = {"since": 1, "workers": 3, "worker": min(staleness - 1, 0)}
+        metadata["staleness"] = staleness
         extra_args = extra_arguments(
             metadata | {"steps": 2 + staleness, "weight": 0.5 + staleness}
         )

@@ -29,6 +29,7 @@ CENTER_OPTIMIZERS = OPTIMIZERS | {
     for make in (
         center_optimizers.delayed_nesterov,
         center_optimizers.heloco,
+        center_optimizers.isoloco,
         center_optimizers.momentum_lookahead,
         center_optimizers.ordered_momentum,
     )

@@ -22,6 +22,7 @@ from agn_optax.rules.center_optimizers import (
     DelayedNesterovState,
     LookaheadState,
     OrderedMomentumState,
+    RingleaderState,
 )
 
 # States of the center optimizers that are made for messages that come one by one.
@@ -30,6 +31,7 @@ _MADE_FOR_IT = (
     DelayedNesterovState,
     LookaheadState,
     OrderedMomentumState,
+    RingleaderState,
 )
 _MESSAGE = 1e-3  # small, so that optimizers which normalize messages have a high rate
 _ROUNDING = 1e-3  # of measured rates

@@ -54,11 +54,13 @@ class Rule:
         steps that the message was made of; ``weight`` (float32, or float64 if JAX has
         it enabled), the weight that the worker gave the message, by default 1;
         ``since`` (int32), the version of the anchor, so that ``since + staleness`` is
-        the center's current version; and ``workers`` (int32), the current number of
-        workers. The combined message of a round has staleness 0, the mean steps of its
-        messages (rounded, at least 1) and their mean weight. In an optimizer state,
-        versions count exchanges, and ``weight`` is an extra argument of the step, or of
-        the exchange, that ends the round.
+        the center's current version; ``workers`` (int32), the current number of
+        workers; and ``worker`` (int32), the index of the worker that sent the message,
+        a number below ``workers`` unless workers have left. The combined message of a
+        round has staleness 0, the mean steps of its messages (rounded, at least 1),
+        their mean weight, and -1 as its worker. In an optimizer state, versions count
+        exchanges, ``weight`` is an extra argument of the step, or of the exchange, that
+        ends the round, and every message is the combined one of a round.
       contribution: ``(record, params, anchor, steps) -> tree``, computed by the worker.
         ``record`` is the state of the transformation ``record``; ``steps`` is the
         number of local steps made, an int32 scalar. Returns a tree with the structure
@@ -180,6 +182,7 @@ _EXTRA_ARGUMENTS = {
     "weight": (1.0, float),
     "since": (0, jnp.int32),
     "workers": (1, jnp.int32),
+    "worker": (-1, jnp.int32),
 }
 
 

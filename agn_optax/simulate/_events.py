@@ -76,7 +76,7 @@ COLUMNS = (
     *("number", "worker", "fragment", "session", "sequence", "steps", "step_time"),
     *("began", "sent", "anchor_version", "arrived", "settled", "received", "adopted"),
     *("version", "answer_version", "staleness", "order", "workers", "steps_since"),
-    *("in_background", "outcome", "weight"),
+    *("in_background", "outcome", "index", "weight"),
 )
 SESSION_COLUMNS = ("time", "worker", "session", "event")
 ROW_BYTES = 8 * len(COLUMNS)
@@ -108,7 +108,7 @@ class Message:
         self.in_background = machine.sends_in_background
         self.arrived = self.settled = self.received = self.adopted = -1
         self.version = self.answer_version = self.staleness = -1
-        self.order = self.workers = -1
+        self.order = self.workers = self.index = -1
         self.steps_since = 0
         self.outcome = _OPEN
         self.weight = 1.0
@@ -732,7 +732,7 @@ class Simulation:
             settled.append(message)
             message.settled = now
             message.staleness = batch.staleness[i]
-            message.workers = batch.workers
+            message.workers, message.index = batch.workers, batch.indices[i]
             message.order = self.settled
             self.settled += 1
             message.answer_version = version

@@ -347,7 +347,7 @@ def _settled_rows(planned: Schedule) -> list[Any]:
     names = [
         *("worker", "fragment", "session", "sequence", "steps", "anchor_version"),
         *("version", "answer_version", "staleness", "workers", "steps_since"),
-        *("in_background", "outcome", "weight", "arrived", "settled"),
+        *("in_background", "outcome", "index", "weight", "arrived", "settled"),
     ]
     columns = [getattr(planned, name)[rows].tolist() for name in names]
     messages = []

@@ -60,6 +60,7 @@ class SettledMessage(Protocol):
     in_background: bool
     staleness: int
     workers: int
+    index: int
     weight: float
     outcome: Outcome
 
@@ -308,6 +309,7 @@ class Execution:
                 [message.staleness for message in applied],
                 [message.weight for message in applied] if self._combines else None,
                 applied[0].workers,
+                [message.index for message in applied],
             )
         for message in messages:
             self._answer(message, before)

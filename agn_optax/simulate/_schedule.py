@@ -77,6 +77,8 @@ class Schedule:
       workers: registered workers at that time.
       steps_since: local steps between sending and adopting the answer.
       in_background: 1 if local steps go on while the message is in flight.
+      index: index of the worker at the center, which center optimizers get; -1 before
+        the decision.
       weight: factor of the message in its round; 1 without rounds.
       sessions: ``time``, ``worker``, ``session`` and ``event`` (a `SessionEvent`) of
         each begin and end of a session.
@@ -117,6 +119,7 @@ class Schedule:
     workers: np.ndarray
     steps_since: np.ndarray
     in_background: np.ndarray
+    index: np.ndarray
     weight: np.ndarray
     sessions: dict[str, np.ndarray]
     present: np.ndarray

@@ -265,6 +265,7 @@ def _columns(
                 "workers": event.registered,
                 "steps_since": steps_since,
                 "in_background": int(steps_since > 0),
+                "index": message.worker_index,
             }
         )
     rows.sort(key=lambda row: row["arrived"])

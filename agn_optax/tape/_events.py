@@ -29,6 +29,7 @@ class Message(NamedTuple):
     hash: str  # of the contribution; "" if it was not recorded
     is_kept: bool  # whether the contribution is on the tape
     late_steps: int = 0  # of `steps`: made before the worker adopted its anchor
+    worker_index: int = -1  # of the worker, for center optimizers; -1 on older tapes
 
 
 class FailedJoin(NamedTuple):

@@ -412,7 +412,8 @@ class _Run:
             ]
             staleness = [batch.staleness[i] for i in indices]
             weights = batch.weights and [batch.weights[i] for i in indices]
-            store.apply(submissions, staleness, weights, batch.workers)
+            its_indices = [batch.indices[i] for i in indices]
+            store.apply(submissions, staleness, weights, batch.workers, its_indices)
             if self.parted is None:
                 self._digests.add(store.current.number, store.current_params())
         self._ledger.settle(batch, now)

@@ -31,7 +31,7 @@ from agn_optax.center import Journal, MessageLimits, Submission, Synchronous, _s
 from agn_optax.service.transports import GrpcLink
 
 LIMIT = 60  # s, generous: no test should come near it
-NAMES = ("staleness", "steps", "weight", "since", "workers")
+NAMES = ("staleness", "steps", "weight", "since", "workers", "worker")
 
 
 class Extras(NamedTuple):
@@ -42,6 +42,7 @@ class Extras(NamedTuple):
     weight: Any
     since: Any
     workers: Any
+    worker: Any
 
 
 def move(updates, state, params=None, *, outside=False, **extra):
@@ -50,6 +51,7 @@ def move(updates, state, params=None, *, outside=False, **extra):
     extra = Extras(*(extra[name] for name in NAMES))
     rate = 0.1 * extra.weight / extra.steps / (1 + extra.staleness)
     rate = rate * (1 + 0.01 * (extra.since % 7) + 0.1 * extra.workers)
+    rate = rate * (1 + 0.05 * extra.worker)
     return jax.tree.map(lambda u: -(u * rate).astype(u.dtype), updates), extra
 
 
@@ -84,18 +86,18 @@ def test_center_optimizer_gets_the_extras_of_each_message():
 
     local(anna, weight=3)
     local(anna, steps=3, weight=np.float32(0.5))  # the sum over the round
-    assert received_extras(center) == (0, 4, 3.5, 0, 2)
+    assert received_extras(center) == (0, 4, 3.5, 0, 2, 0)
     local(bert, steps=6)  # the default weight is 1
-    assert received_extras(center) == (1, 6, 1.0, 0, 2)
+    assert received_extras(center) == (1, 6, 1.0, 0, 2, 1)
     local(anna, steps=4)  # the weight of the round before is gone
-    assert received_extras(center) == (1, 4, 1.0, 1, 2)
+    assert received_extras(center) == (1, 4, 1.0, 1, 2, 0)
     anna.leave()
     local(bert, weight=2.0)
     loops[bert] = bert.flush(*loops[bert])
-    assert received_extras(center) == (1, 1, 2.0, 2, 1)
+    assert received_extras(center) == (1, 1, 2.0, 2, 1, 1)
     local(bert, steps=3, weight=7.0)
     loops[bert] = bert.flush(*loops[bert])
-    assert received_extras(center) == (0, 3, 7.0, 4, 1)
+    assert received_extras(center) == (0, 3, 7.0, 4, 1, 1)
 
 
 @functools.cache
@@ -189,6 +191,23 @@ def test_journal_replays_extras_bit_for_bit(mode, tmp_path):
     center.close()
 
 
+def test_worker_has_the_same_index_after_a_restart(tmp_path):
+    """Another worker gets it only if its last worker has left."""
+    center = agn_optax.LocalCenter(RULE, jnp.ones(3), durability=Journal(tmp_path))
+
+    def index_of(center, worker):
+        sessions.exchange(center, jnp.ones(3), anchor_version=0, worker=worker)
+        return received_extras(center)[-1]
+
+    assert [index_of(center, name) for name in "abc"] == [0, 1, 2]
+    center.close()
+    again = agn_optax.LocalCenter(RULE, durability=Journal(tmp_path))
+    assert [index_of(again, name) for name in "cad"] == [2, 0, 3]
+    again.join("b").leave()
+    assert [index_of(again, name) for name in "eb"] == [1, 4]
+    again.close()
+
+
 # Rounds and meshes.
 
 SENT = np.array([[1.0, 3.0], [-6.0, 12.0], [0.5, 0.25]], np.float32)
@@ -225,9 +244,9 @@ def test_equal_weights_change_nothing(weights):
 
 def test_round_has_the_mean_steps_and_weight():
     center = a_round(RULE, (1.0, 2.5, 4.0))
-    assert received_extras(center) == (0, 5, 2.5, 0, 3)
+    assert received_extras(center) == (0, 5, 2.5, 0, 3, -1)
     center = a_round(RULE, (None,) * 3, (0, 0, 0))
-    assert received_extras(center) == (0, 1, 1.0, 0, 3)
+    assert received_extras(center) == (0, 1, 1.0, 0, 3, -1)
 
 
 def test_late_message_is_scaled_by_staleness_and_weight():
@@ -328,7 +347,10 @@ def test_center_optimizer_on_a_mesh_gets_mean_steps_and_weight():
         return second, state.center_state
 
     second, third = jax.jit(run)(SENT, jnp.array([1.0, 2.5, 4.0]))
-    for received, expected in ((second, (0, 2, 2.5, 1, 3)), (third, (0, 2, 1.0, 2, 3))):
+    for received, expected in (
+        (second, (0, 2, 2.5, 1, 3, -1)),
+        (third, (0, 2, 1.0, 2, 3, -1)),
+    ):
         for found, one in zip(received, expected, strict=True):
             np.testing.assert_array_equal(found, np.full(3, one, found.dtype))
     with pytest.raises(errors.InvalidArgumentError, match=r"weight.*\(0"):
@@ -360,7 +382,7 @@ def test_unused_extras_are_no_program_arguments():
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
         store = center.core.store
         sent = Submission(2, jnp.ones(3), anchor_version=1, steps=2, weight=3.0)
-        extra = _store._extra(1, 0, sent, workers=1)
+        extra = _store._extra(1, 0, sent, workers=1, index=0)
         params, state = store.current.params, store._center_state
         lowered = store._programs.move.in_place.lower(
             sent.contribution, extra, params, state
@@ -369,7 +391,7 @@ def test_unused_extras_are_no_program_arguments():
         seen[name] = main.count("%arg")
     # The message, the center and its momentum; the state of ASKS is not read.
     assert seen["ignores"] == 3
-    assert seen["asks"] >= 2 + 6
+    assert seen["asks"] >= 2 + 7
 
 
 # Rejected values.
@@ -520,5 +542,5 @@ def test_resumed_message_has_the_same_extras(tmp_path):
     assert center.version == 0
     with contextlib.closing(resumable()) as again:
         again.start()
-        assert received_extras(center) == (0, 2, 3.5, 0, 1)
+        assert received_extras(center) == (0, 2, 3.5, 0, 1, 0)
     center.close()

@@ -56,6 +56,7 @@ class KnownSession:
     round_version: int
     rounds: int
     timeout: float | None
+    index: int
     connection: int = 1
     connected: bool = True
     until: float = math.inf
@@ -155,6 +156,14 @@ class Commands(RuleBasedStateMachine):
         rounds = [k.rounds for name, k in self.there.items() if name != but]
         return min(rounds, default=default)
 
+    def index(self, name):
+        """Return the last index of a worker, or the smallest one that is free."""
+        taken = {k.index for other, k in self.there.items() if other != name}
+        old = self.last.get(name)
+        if old is not None and old.index not in taken:
+            return old.index
+        return min({*range(len(taken) + 1)} - taken)
+
     def round_staleness(self, name):
         """Return the versions since the round began, or since the anchor if newer."""
         return self.version - self.last[name].round_version
@@ -226,6 +235,7 @@ class Commands(RuleBasedStateMachine):
             with pytest.raises(error, match=name):
                 self.ledger.join(name, session_id, self.now, **arguments)
             return
+        index = self.index(name)
         connection = self.ledger.join(name, session_id, self.now, **arguments)
         self.newly_ended.discard(name)
         if name in self.ended:
@@ -238,7 +248,10 @@ class Commands(RuleBasedStateMachine):
             old.connection += 1
         else:
             rounds = self.slowest(0, but=name)
-            self.last[name] = KnownSession(session_id, self.version, rounds, timeout)
+            self.last[name] = KnownSession(
+                session_id, self.version, rounds, timeout, index
+            )
+        self.last[name].index = index
         self.received(self.last[name])
         assert connection == self.last[name].connection
         self.open = self.open or len(self.there) >= self.barrier
@@ -355,6 +368,7 @@ class Commands(RuleBasedStateMachine):
             assert entry.submission == Submission(sequence, None, anchor)
             assert entry.arrived == arrived
             assert batch.staleness[i] == self.version - anchor >= 0
+            assert batch.indices[i] == self.last[name].index
             if not isinstance(self.mode, Synchronous):
                 assert batch.weights is None
             elif self.mode.late == "weighted":
@@ -433,6 +447,7 @@ class Commands(RuleBasedStateMachine):
                 known.connection,
                 known.until,
             )
+            assert member.index == known.index
             assert (member.sequence, member.exchanges, member.dropped) == (
                 known.settled,
                 known.exchanges,

@@ -51,17 +51,20 @@ RULES = {
             "delayed": outer.delayed_nesterov(1.0, 0.5, delay=2),
             "drift": optax.chain(outer.scale_by_drift(1.0, history=2), shared.sgd(0.8)),
             "heloco": outer.heloco(0.8, 0.5),
+            "isoloco": outer.isoloco(0.5, 0.5),
             "lookahead": outer.momentum_lookahead(0.8, 0.5),
             "ordered": outer.ordered_momentum(0.5, 0.5, messages=2),
+            "rennala": outer.rennala(shared.sgd(1.0), 2),
             "restarts": outer.restart_momentum(MOMENTUM, 5),
+            "ringleader": outer.ringleader(MOMENTUM, 1),
         }.items()
     },
     "median": lambda codec: dataclasses.replace(
         shared.average(codec=codec), combine=robust.median()
     ),
 }
-# These read whole leaves, or older centers.
-ACROSS = ("drift", "heloco")
+# These read whole leaves, or have several models in their state.
+ACROSS = ("drift", "heloco", "isoloco", "ringleader")
 CODECS = {
     "identity": codecs.identity(),
     "cast": codecs.cast("bfloat16"),
@@ -401,9 +404,10 @@ def rejection(rule, codec, place, dtype, fragments):
             return "mixing would reduce"
         if place == "overlapping":
             return "an answer is adopted when it arrives"
-    # A fragment has whole leaves. A shard may have a part of a leaf; heloco reads whole
-    # leaves.
-    has_whole_leaves = rule == "heloco" and codec == "e3m0"
+    # heloco and isoloco read whole leaves. A fragment has whole leaves, and so has a
+    # shard here if the codec works by blocks.
+    is_blockwise = codec not in ("identity", "cast")
+    has_whole_leaves = rule in ("heloco", "isoloco") and is_blockwise
     if rule in ACROSS and (
         place == "shards of towers"
         or ((place, fragments) == ("in shards", "whole") and not has_whole_leaves)

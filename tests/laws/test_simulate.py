@@ -203,6 +203,13 @@ def test_execution_of_each_rule_is_the_run_of_real_workers(name):
     assert planned.staleness.max() > 1
 
 
+def test_execution_of_ringleader_is_the_run_of_real_workers():
+    """Its center optimizer gets the index of each message's worker."""
+    outer = agn_optax.center_optimizers.ringleader(optax.sgd(0.5), workers=3)
+    planned = check_law(agn_optax.rules.diloco(outer))
+    assert set(planned.index[planned.applied]) == {0, 1, 2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["agn", "agn_window", "diloco", "easgd", "easgd_rho"])
 def test_execution_with_overlap_is_the_run_of_real_workers(name):

@@ -15,12 +15,12 @@ from jax.extend.core import jaxprs_in_params
 import agn_optax
 from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, rules
-from agn_optax.center import Store, Submission
+from agn_optax.center import BoundedStaleness, Store, Submission
 from agn_optax.round import elementwise
 
 seeded = functools.partial(np.random.default_rng, 0)
 GRADS = [jnp.asarray(g, jnp.float32) for g in seeded().normal(size=(12, 3))]
-ABOUT = {"staleness": 1, "steps": 2, "weight": 3.0}
+ABOUT = {"staleness": 1, "steps": 2, "weight": 3.0, "worker": 0}
 
 # A new center optimizer is a new line here. All but those in ACROSS run on shards and
 # on packed parameters.
@@ -30,7 +30,10 @@ ALL = {
     "heloco": lambda: outer.heloco(0.7, 0.9, messages=2),
     "ordered_momentum": lambda: outer.ordered_momentum(0.7, 0.9, messages=2),
     "buffered": lambda: outer.buffered(shared.adam(0.1), 2),
+    "isoloco": lambda: outer.isoloco(0.7, 0.9),
+    "rennala": lambda: outer.rennala(shared.adam(0.1), 2),
     "restart_momentum": lambda: outer.restart_momentum(shared.adam(0.1), 2),
+    "ringleader": lambda: outer.ringleader(shared.adam(0.1), 1),
     "scale_by_drift": lambda: optax.chain(
         outer.scale_by_drift(0.1, history=2), shared.sgd(0.5)
     ),
@@ -41,10 +44,8 @@ ALL = {
         agn_optax.scale_by_turnaround(4), shared.sgd(0.5)
     ),
 }
-ACROSS = (
-    "heloco",
-    "scale_by_drift",
-)  # these read across a leaf, or across versions
+# These read across a leaf, or have several models in their state.
+ACROSS = ("heloco", "isoloco", "ringleader", "scale_by_drift")
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def test_dtypes_are_kept_under_strict_promotion(name, dtype):
             updates, state = tx.update(message, state, params, unknown=1, **ABOUT)
             return (optax.apply_updates(params, updates), state), updates
 
-        messages = jax.tree.map(lambda x: jnp.stack([x, x, -x]), params)
+        messages = jax.tree.map(lambda x: jnp.stack([x, x, -3 * x]), params)
         return jax.lax.scan(body, (params, tx.init(params)), messages)
 
     with jax.numpy_dtype_promotion("strict"):
@@ -409,6 +410,231 @@ def test_buffered_messages_equal_a_synchronous_round(size):
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
 
 
+def schedule_of(count, workers=4):
+    """Return random (worker, version of its anchor) of messages, one by one."""
+    rng, anchors, made = seeded(), [0] * workers, []
+    for version in range(count):
+        worker = int(rng.choice(workers, p=[0.4, 0.3, 0.2, 0.1]))
+        made.append((worker, anchors[worker]))
+        anchors[worker] = version + 1
+    return made
+
+
+def applied(rule, made, first, message):
+    """Return the versions of a center that gets one message after the other."""
+    center = agn_optax.LocalCenter(rule, jnp.asarray(first))
+    # So that worker 3 has index 3, also if it is not the fourth one to send.
+    sessions = [center.join(f"worker-{i}") for i in range(4)]
+    versions, sent = [np.asarray(first)], [0] * 4
+    for number, (worker, anchor) in enumerate(made):
+        sent[worker] += 1
+        contribution = message(number, worker, versions[anchor])
+        answer = sessions[worker].exchange(
+            Submission(sent[worker], jnp.asarray(contribution), anchor)
+        )
+        versions.append(np.asarray(answer.params))
+    return versions
+
+
+def noisy_gradient(number, worker, center):
+    """Return a gradient of a quadratic with the minimum 0 for all workers."""
+    noise = np.random.default_rng((number, worker)).normal(size=3)
+    return np.float32(0.1 * (center + noise))
+
+
+def test_rennala_is_the_listing_of_its_paper():
+    """Gradients of older iterations are ignored; the others make steps."""
+    size, made = 3, schedule_of(60)
+    rule = rules.diloco(outer.rennala(optax.sgd(1.0), size))
+    versions = applied(rule, made, np.float32([3, -2, 1]), noisy_gradient)
+
+    x, iteration, batch = np.float32([3, -2, 1]), 0, []
+    iterations, points, ignored = [0], [x], 0  # after each message
+    for number, (worker, anchor) in enumerate(made):
+        if iterations[anchor] == iteration:
+            batch.append(noisy_gradient(number, worker, points[anchor]))
+        else:
+            ignored += 1
+        if len(batch) == size:
+            x, iteration, batch = x - np.mean(batch, axis=0), iteration + 1, []
+        iterations.append(iteration)
+        points.append(x)
+    assert iteration > 5
+    assert ignored > 5
+    np.testing.assert_allclose(versions, points, rtol=1e-5, atol=1e-6)
+
+
+def test_inner_optimizer_of_rennala_gets_staleness_in_steps():
+    inner = optax.chain(agn_optax.scale_by_staleness(), optax.sgd(1.0))
+    tx, one = outer.rennala(inner, 2), jnp.ones(1)
+    state = tx.init(one)
+    for staleness in (0, 1, 1):  # the last one is from before the step
+        updates, state = tx.update(one, state, one, staleness=staleness)
+        assert float(updates[0]) == (-1.0 if staleness and state.versions == 0 else 0.0)
+    assert int(state.versions) == 1
+
+
+def ringleader_by_its_phases(made, x, gradient, workers=4):
+    """Return the versions of the method, and the largest delay, as it is described."""
+    points, steps_at, delay, steps = [x], [0], 0, 0
+    table, following = [[] for _ in range(workers)], [[] for _ in range(workers)]
+    waiting = None  # in the second phase: workers without a step
+    for number, (worker, anchor) in enumerate(made):
+        sent = gradient(number, worker, points[anchor]), steps_at[anchor]
+        if waiting is not None and worker not in waiting:
+            following[worker].append(sent)
+        else:
+            table[worker].append(sent)
+            if waiting is None and all(table):
+                waiting = set(range(workers))
+            if waiting is not None:
+                means = [np.mean([g for g, _ in each], axis=0) for each in table]
+                delay = max([delay, *(steps - at for each in table for _, at in each)])
+                x, steps = x - np.mean(means, axis=0), steps + 1
+                waiting.remove(worker)
+                if not waiting:
+                    waiting = None
+                    table, following = following, [[] for _ in range(workers)]
+        points.append(x)
+        steps_at.append(steps)
+    return points, steps, delay
+
+
+def test_ringleader_is_the_method_with_its_two_phases():
+    made, first = schedule_of(300), np.float32([3, -2, 1])
+    wanted, steps, delay = ringleader_by_its_phases(made, first, noisy_gradient)
+    rule = rules.diloco(outer.ringleader(optax.sgd(1.0), 4))
+    versions = applied(rule, made, first, noisy_gradient)
+    np.testing.assert_allclose(versions, wanted, rtol=1e-4, atol=1e-5)
+    assert 4 * 5 < steps < 300
+    assert 0 < delay <= 2 * 4 - 2
+
+
+def test_ringleader_converges_with_unlike_data_and_speeds():
+    """The worker of each minimum sends 0.4 to 0.1 of the messages."""
+
+    def pulled(number, worker, center):
+        return np.float32(0.1 * (center - np.arange(4)[worker]))
+
+    def end(center):
+        versions = applied(rules.diloco(center), schedule_of(400), np.ones(1), pulled)
+        return float(np.mean(versions[-100:]))
+
+    assert end(outer.ringleader(optax.sgd(0.5), 4)) == pytest.approx(1.5, abs=0.02)
+    assert end(optax.sgd(0.5)) < 1.2
+
+
+def test_combined_message_makes_a_step_of_ringleader_at_once():
+    tx, one = outer.ringleader(optax.sgd(0.5), 3), jnp.ones(2)
+    state = tx.init(one)
+    _, state = tx.update(one, state, one, worker=1)
+    updates, after = tx.update(4 * one, state, one, worker=-1)
+    assert_identical(updates, -2 * one)
+    assert_identical(after, state)
+
+
+def test_worker_beyond_the_table_of_ringleader_is_rejected():
+    rule = rules.diloco(outer.ringleader(optax.sgd(1.0), 2))
+    center = agn_optax.LocalCenter(rule, jnp.zeros(1))
+    sessions = [center.join(name) for name in ("anna", "bert", "carl")]
+    before = center.save()
+    with pytest.raises(errors.CenterFullError, match="2 workers, and this is worker"):
+        sessions[2].exchange(Submission(1, jnp.ones(1), 0))
+    assert_identical(center.save(), before)
+    sessions[0].leave()
+    assert sessions[1].exchange(Submission(1, jnp.ones(1), 0)).applied
+    assert center.join("dora").exchange(Submission(1, jnp.ones(1), 0)).params == -1.0
+
+    tx = outer.ringleader(optax.sgd(1.0), 2)
+    with pytest.raises(errors.InvalidArgumentError, match=r"worker must be in \[-1, 2"):
+        tx.update(jnp.ones(1), tx.init(jnp.ones(1)), worker=2)
+
+
+def test_ringleader_updates_its_table_in_place():
+    """One entry is written and read; the table is not copied."""
+    tx = outer.ringleader(optax.sgd(1.0), 16)
+    params = jnp.zeros(1 << 16)
+
+    def update(message, state, worker):
+        return tx.update(message, state, worker=worker)
+
+    state = tx.init(params)
+    program = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, 1)
+    assert program.compile().memory_analysis().temp_size_in_bytes < 4 * params.nbytes
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (8, 8)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_isoloco_makes_singular_values_equal(shape, dtype):
+    exact = np.random.default_rng(1).normal(size=shape)
+    matrix = jnp.asarray(exact, dtype)
+    tx = outer.isoloco(1.0, 0.0)
+    updates, _ = tx.update(matrix, tx.init(matrix), matrix)
+    u, sigma, v = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
+    wanted = -sigma.mean() * u @ v
+    rtol = 1e-4 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(
+        np.asarray(updates, np.float64), wanted, rtol=rtol, atol=rtol
+    )
+
+
+def test_isoloco_has_the_directions_of_muon():
+    """Those of optax have singular values near 1, and not their mean."""
+    matrix = jnp.asarray(seeded().normal(size=(6, 9)), jnp.float32)
+    ours, muon = outer.isoloco(1.0, 0.0), optax.contrib.scale_by_muon(beta=0.0)
+    a = -ours.update(matrix, ours.init(matrix), matrix)[0]
+    b = muon.update(matrix, muon.init(matrix), matrix)[0]
+    cosine = jnp.sum(a * b) / jnp.linalg.norm(a) / jnp.linalg.norm(b)
+    assert 0.97 < float(cosine) <= 1.0
+
+
+def test_isoloco_is_nesterov_on_other_leaves_and_of_isotropic_matrices():
+    nesterov = optax.sgd(0.7, 0.9, nesterov=True)
+    grads = [jnp.stack([g, g, 2 * g]) for g in GRADS]  # rank 1 stays as it is
+    for each in (GRADS, [g[0] for g in GRADS], [g[None, None] for g in GRADS]):
+        start = jnp.zeros_like(each[0])
+        ours, _ = trained(outer.isoloco(), each, start)
+        assert_identical(ours, trained(nesterov, each, start)[0])
+    start = jnp.zeros((3, 3))
+    ours, _ = trained(outer.isoloco(), grads, start)
+    thirds = [g / 3 for g in grads]  # one singular value of three is not zero
+    wanted, _ = trained(nesterov, thirds, start)
+    np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+    still, _ = trained(outer.isoloco(), [start], start)
+    assert not still.any()
+
+
+def test_ringmaster_is_downpour_with_bounded_staleness():
+    """Gradients with a delay of R or more steps are ignored."""
+    made, bound, rate = schedule_of(80), 3, 0.1
+    first = np.float32([3, -2, 1])
+    center = agn_optax.LocalCenter(
+        rules.downpour(), jnp.asarray(first), mode=BoundedStaleness(versions=bound - 1)
+    )
+    workers = [
+        agn_optax.Worker(center, optax.sgd(rate), period=1, name=f"worker-{i}")
+        for i in range(4)
+    ]
+    loops = [worker.start() for worker in workers]
+    x, steps, ignored = first, 0, 0
+    began = [(x, 0)] * 4
+    for number, (i, _) in enumerate(made):
+        noise = np.random.default_rng(number).normal(size=3).astype(np.float32)
+        params, state = loops[i]
+        updates, state = workers[i].tx.update(params + noise, state, params)
+        params = optax.apply_updates(params, updates)
+        loops[i] = workers[i].exchange(params, state)
+
+        point, at = began[i]
+        if steps - at < bound:
+            x, steps = x - rate * (point + noise), steps + 1
+        else:
+            ignored += 1
+        began[i] = x, steps
+        np.testing.assert_allclose(loops[i][0], x, rtol=1e-4, atol=1e-5)
+    assert ignored > 5
+
+
 def test_restart_momentum_resets_momentum_but_not_schedules():
     schedule = optax.linear_schedule(1.0, 0.0, 12)
     for sgd in (
@@ -728,6 +954,8 @@ def test_scale_by_turnaround_balances_fast_and_slow_workers():
         (agn_optax.scale_by_weight(lambda w, s: w / s), "weight"),
         (agn_optax.scale_by_turnaround(2), "staleness"),
         (agn_optax.scale_by_turnaround(), "workers"),
+        (outer.rennala(optax.sgd(0.1), 2), "staleness"),
+        (outer.ringleader(optax.sgd(0.1), 2), "worker"),
     ],
 )
 def test_missing_argument_is_named_in_the_error(tx, named):
@@ -747,6 +975,10 @@ def test_missing_argument_is_named_in_the_error(tx, named):
         (lambda: outer.ordered_momentum(messages=-1), "messages must be"),
         (lambda: outer.buffered(optax.sgd(0.1), 0), "size must be"),
         (lambda: outer.restart_momentum(optax.sgd(0.1), 0), "every must be"),
+        (lambda: outer.rennala(optax.sgd(0.1), 0), "size must be"),
+        (lambda: outer.ringleader(optax.sgd(0.1), 0), "workers must be"),
+        (lambda: outer.isoloco(momentum=1.0), r"\[0, 1\)"),
+        (lambda: outer.isoloco(-1.0), "learning_rate must be"),
         (lambda: outer.scale_by_drift(0.0, history=2), "gamma must be"),
         (lambda: outer.scale_by_drift(history=0), "history must be"),
         (lambda: agn_optax.scale_by_weight(reference=0.0), "reference must be"),

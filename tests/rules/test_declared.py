@@ -50,6 +50,7 @@ ARGUMENTS = {
     "agn_optax.elementwise": lambda make: make(optax.stateless(lambda u, _: u)),
     "agn_optax.heloco": lambda make: make(messages=2),
     "agn_optax.ordered_momentum": lambda make: make(messages=2),
+    "agn_optax.rennala": lambda make: make(SGD, 2),
     "agn_optax.restart_momentum": lambda make: make(SGD, 2),
     "optax.adaptive_grad_clip": lambda make: make(0.1),
     "optax.add_decayed_weights": lambda make: make(0.1),
@@ -259,6 +260,9 @@ def test_every_scale_by_of_optax_is_in_the_table_or_known_to_read_the_tree():
         agn_optax.by_local_steps(optax.lamb(0.1)),
         outer.buffered(optax.clip_by_global_norm(1.0), 2),
         outer.scale_by_drift(history=2),
+        outer.isoloco(),
+        outer.rennala(optax.clip_by_global_norm(1.0), 2),
+        outer.ringleader(SGD, 2),
     ],
 )
 def test_optimizer_that_reads_more_is_not_elementwise(optimizer):

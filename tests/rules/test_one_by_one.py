@@ -47,6 +47,8 @@ RULES = {
     ),
     "ordered": (rules.diloco(outer.ordered_momentum(messages=4)), ""),
     "lookahead": (rules.diloco(outer.momentum_lookahead()), ""),
+    "rennala": (rules.diloco(outer.rennala(shared.sgd(0.7), 4)), ""),
+    "ringleader": (rules.diloco(outer.ringleader(shared.sgd(0.7), 4)), ""),
     "sum": (shared.downpour(), ""),
 }
 

@@ -72,6 +72,7 @@ def event_of(
         messages.append(
             {
                 "worker": entry.worker,
+                "worker_index": batch.indices[i],
                 **plain(entry.submission),
                 "arrived": seconds(entry.arrived),
                 "norm": arrival.norm,

@@ -159,4 +159,6 @@ def apply_record(record: Record, store: Store) -> None:
         [messages[i]["staleness"] for i in applied],
         None if factors[0] is None else factors,
         about["registered"],
+        # Older records lack it, and their center optimizers do not read it.
+        [messages[i].get("worker_index", -1) for i in applied],
     )

@@ -37,8 +37,8 @@ class RuleOptions:
     Center optimizer:
       center_optimizer NAME: For agn and diloco: one of {optimizers}.
       learning_rate: Learning rate of the center optimizer.
-      momentum: For sgd, rmsprop, delayed_nesterov, heloco, momentum_lookahead and
-        ordered_momentum.
+      momentum: For sgd, rmsprop, delayed_nesterov, heloco, isoloco,
+        momentum_lookahead and ordered_momentum.
       nesterov: Nesterov's momentum, for sgd, rmsprop and adam.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
