@@ -35,11 +35,12 @@ def show(value: Any) -> str:
 
 
 def instance(value: Any, kind: type, message: str) -> None:
-    """Raise unless ``value`` is an instance of ``kind``.
+    """Raise unless ``value`` is an instance of ``kind``, and no class.
 
-    The error suggests a call if ``value`` is callable, such as an uncalled factory.
+    The error suggests a call if ``value`` is callable, such as an uncalled factory. A
+    class may look like an instance of a protocol.
     """
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or isinstance(value, type):
         hint = "; call it first" if callable(value) else ""
         raise errors.InvalidTypeError(f"{message}, got {show(value)}{hint}")
 

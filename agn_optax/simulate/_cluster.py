@@ -17,13 +17,17 @@ from agn_optax._internal import check
 
 NANOSECONDS = 1_000_000_000  # in a second
 
+# The last time of a simulation, ns: 146 years. The sum of two such times fits into an
+# int64, of which schedules are made.
+LAST = 1 << 62
 _DRAWS = 32  # random numbers that are drawn at a time
+_MOST_LOG = 300.0  # logarithm of a time that no simulation reaches
 _WORKER_BYTES = 8192  # of a worker with its machine, member and stream
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a time as a whole number of nanoseconds."""
-    return round(seconds * NANOSECONDS)
+    """Return a time as a whole number of nanoseconds, at most `LAST`."""
+    return round(min(seconds * NANOSECONDS, LAST))
 
 
 def stream(seed: int, worker: str, purpose: str) -> np.random.Generator:
@@ -116,6 +120,7 @@ class LogNormal:
         normal = stream(seed, worker, "speed")
         while True:
             logs = self.sigma * normal.standard_normal(_DRAWS)
+            logs = np.minimum(logs, _MOST_LOG)
             yield from _as_nanoseconds(self.seconds * np.exp(logs))
 
 
@@ -156,7 +161,7 @@ class Drifting:
         new = self.sigma * math.sqrt(1 - self.memory**2)
         while True:
             for z in normal.standard_normal(_DRAWS).tolist():
-                yield max(1, nanoseconds(self.seconds * math.exp(log)))
+                yield max(1, nanoseconds(self.seconds * math.exp(min(log, _MOST_LOG))))
                 log = self.memory * log + new * z
 
 
@@ -165,8 +170,8 @@ class Recorded:
     """Local steps that take recorded times.
 
     Args:
-      seconds: seconds of a local step in one round after another; they are repeated
-        from the first.
+      seconds: seconds of a local step in one round after another, as a sequence or an
+        array; they are repeated from the first.
 
     Raises:
       InvalidArgumentError: there is none, or one is not positive.
@@ -181,9 +186,14 @@ class Recorded:
     seconds: Sequence[float]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", tuple(self.seconds))
-        if not self.seconds:
-            raise errors.InvalidArgumentError("seconds must have a number, got none")
+        given: Any = self.seconds
+        if isinstance(given, np.ndarray) and given.ndim == 1:
+            given = given.tolist()
+        if not isinstance(given, Sequence) or not given:
+            raise errors.InvalidArgumentError(
+                f"seconds must be a sequence with at least one number, got {given!r}"
+            )
+        object.__setattr__(self, "seconds", tuple(given))
         for each in self.seconds:
             check.seconds(each, "each of seconds", positive=True)
 
@@ -193,8 +203,9 @@ class Recorded:
 
 
 def _as_nanoseconds(seconds: np.ndarray) -> list[int]:
-    rounded = np.rint(seconds * NANOSECONDS).astype(np.int64)
-    return np.maximum(rounded, 1).tolist()
+    with np.errstate(over="ignore"):  # infinite times end at `LAST`, too
+        rounded = np.clip(np.rint(seconds * NANOSECONDS), 1, LAST)
+    return rounded.astype(np.int64).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +230,7 @@ class Link:
 
     def __post_init__(self) -> None:
         check.seconds(self.latency, "latency")
-        _check_bandwidth(self.bandwidth)
+        _check_rate(self.bandwidth, "bandwidth")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,14 +259,14 @@ class CenterHost:
 
     def __post_init__(self) -> None:
         check.seconds(self.seconds, "seconds")
-        if self.rate is not None:
-            check.rate(self.rate, "rate", low=0.0, high=math.inf, low_open=True)
-        _check_bandwidth(self.bandwidth)
+        _check_rate(self.rate, "rate")
+        _check_rate(self.bandwidth, "bandwidth")
 
 
-def _check_bandwidth(value: float | None) -> None:
+def _check_rate(value: float | None, argument: str) -> None:
+    """Raise unless a rate is None or at least a byte per second."""
     if value is not None:
-        check.rate(value, "bandwidth", low=0.0, high=math.inf, low_open=True)
+        check.rate(value, argument, low=1.0, high=math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +338,10 @@ class Failures:
             check.seconds(self.every, "every", positive=True)
         check.seconds(self.down, "down")
         check.positive_int(self.together, "together")
+        check.instance(self.recorded, Sequence, "recorded must be a sequence")
         object.__setattr__(self, "recorded", tuple(self.recorded))
+        for each in self.recorded:
+            check.instance(each, Failure, "each of recorded must be a Failure(...)")
 
     def waits(self, seed: int, group: str) -> Iterator[int]:
         """Yield the nanoseconds until each random failure of a group."""
@@ -354,8 +368,10 @@ class Cluster:
       leaves: second at which workers leave, by name; the others stay.
 
     Raises:
+      InvalidTypeError: an argument has another type.
       InvalidArgumentError: a number is out of range, names are not unique, a name is
-        not that of a worker, or there is no memory for the workers.
+        not that of a worker, a worker leaves before it joins, or there is no memory
+        for the workers.
 
     Example:
       >>> from agn_optax import simulate
@@ -376,6 +392,11 @@ class Cluster:
         if not isinstance(self.workers, Sequence) or isinstance(self.workers, str):
             memory_left(check.positive_int(self.workers, "workers"))
         names = self.names
+        for name in names:
+            if not isinstance(name, str) or not name:
+                raise errors.InvalidTypeError(
+                    f"each name of workers must be a non-empty str, got {name!r}"
+                )
         known = set(names)
         if not names or len(known) < len(names):
             raise errors.InvalidArgumentError(
@@ -394,6 +415,7 @@ class Cluster:
         groups = [("joins", self.joins), ("leaves", self.leaves)]
         groups += [("failures", dict.fromkeys(f.workers, f.at)) for f in recorded]
         for argument, times in groups:
+            check.instance(times, Mapping, f"{argument} must be seconds by name")
             for name, second in times.items():
                 check.seconds(second, f"{argument} of {name!r}")
                 if name not in known:
@@ -401,13 +423,19 @@ class Cluster:
                         f"{argument} must name workers, got {name!r}; there are "
                         f"{len(names)}, the first of which is {names[0]!r}"
                     )
+        for name, second in self.leaves.items():
+            if second < (joins := self.joins.get(name, 0.0)):
+                raise errors.InvalidArgumentError(
+                    f"leaves of {name!r} must not be before it joins, at {joins:g} s, "
+                    f"got {second:g}"
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the workers."""
-        if isinstance(self.workers, int):
-            return tuple(f"worker-{i}" for i in range(self.workers))
-        return tuple(self.workers)
+        if isinstance(self.workers, Sequence):
+            return tuple(self.workers)
+        return tuple(f"worker-{i}" for i in range(self.workers))
 
     @property
     def speeds(self) -> Sequence[Speed]:

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Protocol
 from agn_optax import errors
 from agn_optax.center import Batch, Ledger, Mode, Submission
 from agn_optax.round import DynamicPeriod
-from agn_optax.simulate._cluster import Cluster, Link, nanoseconds
+from agn_optax.simulate._cluster import LAST, Cluster, Link, nanoseconds
 from agn_optax.simulate._shared_link import SharedLink
 from agn_optax.worker import Counts, ExchangeMachine, State, due_fragments
 
@@ -289,14 +289,14 @@ class Simulation:
             *(self._due, self._answered, self._steps, self._left, self._failed),
         ]
         seconds, exchanges = settings.seconds, settings.exchanges
-        end = math.inf if seconds is None else nanoseconds(seconds)
+        end = LAST - 1 if seconds is None else nanoseconds(seconds)
         most = math.inf if exchanges is None else exchanges
         heap, pop = self._heap, heapq.heappop
         progress = _PROGRESS_WITH_NUMBERS if self._execution else _PROGRESS
         while heap and self.settled < most:
             now, kind, index, number, data = pop(heap)
             if now > end:
-                self.now = int(end)
+                self.now = end
                 break
             self.now = now
             handlers[kind](now, index, number, data)
@@ -305,7 +305,7 @@ class Simulation:
                 self._report(now / end, self.settled / most)
         else:
             if seconds is not None and self.settled < most:
-                self.now = int(end)  # nothing more happens
+                self.now = end  # nothing more happens
         if exchanges is not None and self.settled < exchanges and seconds is None:
             raise errors.SimulationError(
                 f"the simulation cannot end: after {self.now / 1e9:g} s and "
@@ -383,7 +383,7 @@ class Simulation:
         worker.pace = None
         worker.since = now
         worker.began = [now] * len(worker.machines)
-        worker.step = next(worker.draws)
+        self._draw(worker)
         self._note(now, worker, SessionEvent.STARTED)
         self._advance(now, worker)
 
@@ -577,10 +577,20 @@ class Simulation:
         if self._execution is not None:
             self._report_send(worker, f, message.steps)
         worker.began[f] = now
-        worker.step = next(worker.draws)  # of the next round
+        self._draw(worker)
         size = self._settings.sizes[f][0]
         self._transfer(self._inward, now, worker, size, _ARRIVED, message)
         return message
+
+    def _draw(self, worker: _Worker) -> None:
+        """Draw the time of the local steps of a worker's next round."""
+        step = next(worker.draws, None)
+        if not isinstance(step, int) or step < 1:
+            raise errors.InvalidArgumentError(
+                f"the speed of worker {worker.name!r} must yield a positive int for "
+                f"each round, without an end, got {step!r}"
+            )
+        worker.step = step
 
     def _adopt(self, now: int, worker: _Worker, f: int) -> None:
         message, machine = worker.answers.pop(f), worker.machines[f]

@@ -19,7 +19,13 @@ from agn_optax._internal import check
 from agn_optax.center import Asynchronous, Ledger, Limits, Mode, check_combine
 from agn_optax.round import DynamicPeriod, Fragments
 from agn_optax.rules import Rule, check_rule
-from agn_optax.simulate._cluster import Cluster, memory_left
+from agn_optax.simulate._cluster import (
+    LAST,
+    NANOSECONDS,
+    Cluster,
+    memory_left,
+    nanoseconds,
+)
 from agn_optax.simulate._events import (
     COLUMNS,
     ROW_BYTES,
@@ -317,10 +323,15 @@ def simulate(
     check.whole_number(exchanges, "exchanges", least=1)
     if seconds is not None:
         check.seconds(seconds, "seconds", positive=True)
+        if nanoseconds(seconds) == LAST:
+            raise errors.InvalidArgumentError(
+                f"seconds must be less than {LAST / NANOSECONDS:.3g}, got {seconds:g}"
+            )
     check.whole_number(seed, "seed", least=0, optional=False)
     check.whole_number(patience, "patience", least=0)
     names = cluster.names
-    limits = limits or Limits(max_workers=None)
+    limits = Limits(max_workers=None) if limits is None else limits
+    check.instance(limits, Limits, "limits must be Limits(...)")
     if rule is not None:
         check_rule(rule)
         check_combine(rule, mode)

@@ -462,6 +462,8 @@ def test_simulation_that_cannot_end_is_an_error():
         ({}, "give exchanges= or seconds="),
         ({"exchanges": 0}, "exchanges must be"),
         ({"seconds": -1.0}, "seconds must be"),
+        ({"seconds": 1e300}, "seconds must be less than"),
+        ({"exchanges": 1, "limits": 5}, "limits must be Limits"),
         ({"exchanges": 10**15}, "exchanges of 2 workers need .* GB"),
         ({"exchanges": 1, "barrier": 3}, "barrier must be at most"),
         ({"exchanges": 1, "limits": Limits(max_workers=1)}, "takes at most 1 workers"),
@@ -500,17 +502,61 @@ def test_bad_arguments_are_rejected(arguments, text):
 
 
 @pytest.mark.parametrize(
+    "speed",
+    [
+        Fixed(1e300),
+        Recorded(np.array([1e300])),
+        LogNormal(0.1, 1e6),
+        Drifting(1e9, 1e6),
+    ],
+    ids=lambda speed: type(speed).__name__,
+)
+def test_steps_that_take_for_ever_are_not_made(speed):
+    rule = rules.downpour()
+    cluster = Cluster(workers=30, speed=speed, link=Link(bandwidth=1.0))
+    found = simulate.schedule(cluster, period=1, rule=rule, params=PARAMS, seconds=9.0)
+    assert found.duration == 9.0
+    with pytest.raises(errors.SimulationError, match="cannot end: after 4"):
+        simulate.schedule(Cluster(workers=1, speed=Fixed(1e300)), period=1, exchanges=1)
+
+
+@pytest.mark.parametrize("times", [[10**8], [10**8, 0], [1e8]])
+def test_speed_of_ones_own_must_yield_positive_ints_without_an_end(times):
+    class Own:
+        def draws(self, seed, worker):
+            yield from times
+
+    with pytest.raises(errors.InvalidArgumentError, match="must yield a positive int"):
+        simulate.schedule(Cluster(workers=1, speed=Own()), period=1, exchanges=9)
+
+
+@pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: Fixed(0.0), "seconds must be a positive number"),
-        (lambda: Recorded([]), "seconds must have a number"),
+        (lambda: Recorded([]), "seconds must be a sequence with at least one"),
+        (lambda: Recorded(0.1), "seconds must be a sequence with at least one"),
         (lambda: LogNormal(1.0, -0.1), "sigma must be"),
         (lambda: Drifting(1.0, 0.1, 1.5), "memory must be"),
         (lambda: Link(bandwidth=0.0), "bandwidth must be"),
         (lambda: CenterHost(rate=0.0), "rate must be"),
         (lambda: Failures(every=0.0), "every must be"),
         (lambda: Failure(at=1.0, workers=[]), "workers must be a sequence of names"),
+        (lambda: Failures(recorded=[(1.0, ["a"])]), "recorded must be a Failure"),
+        (lambda: Failures(recorded=Failure(1.0, ["a"])), "must be a sequence"),
         (lambda: Cluster(workers=0, speed=Fixed(1.0)), "workers must be"),
+        (lambda: Cluster(workers=["a", 1], speed=Fixed(1.0)), "non-empty str, got 1"),
+        (lambda: Cluster(workers=1, speed=Fixed), "got type Fixed; call it first"),
+        (
+            lambda: Cluster(workers=1, speed=Fixed(1.0), joins=[1.0]),
+            "by name, got list",
+        ),
+        (
+            lambda: Cluster(
+                workers=["a"], speed=Fixed(1.0), joins={"a": 2.0}, leaves={"a": 1.0}
+            ),
+            "leaves of 'a' must not be before it joins, at 2 s",
+        ),
         (
             lambda: Cluster(workers=10**9, speed=Fixed(1.0)),
             r"workers need 8.19e\+03 GB",
