@@ -29,9 +29,9 @@ from agn_optax.simulate._events import (
     SessionEvent,
     Settings,
 )
-from agn_optax.simulate._execution import Evaluation, Execution
+from agn_optax.simulate._execution import Evaluation, Execution, check_memory
 from agn_optax.simulate._recording import Recording
-from agn_optax.simulate._rounds import Rounds, rounds_of
+from agn_optax.simulate._rounds import Rounds, is_traceable, rounds_of
 from agn_optax.simulate._schedule import Schedule, simulate
 from agn_optax.simulate._traces import Traces
 
@@ -115,18 +115,18 @@ def run(
             "durability= needs workers without fragments, each of which would have a "
             f"center and a journal of its own, got {fragments}"
         )
-    evaluation = _evaluation(evaluate, every, target)
+    evaluation = _evaluation(evaluate, every, target, params)
     found: list[tuple[Execution, Recording | None, int]] = []
     stack = contextlib.ExitStack()
 
     def execution_of(settings: Settings) -> Execution:
         in_background = bool(settings.overlap or settings.delay)
         is_constant = not callable(period) and not isinstance(period, DynamicPeriod)
-        rounds, samples = _rounds(
-            rule, inner, loss, data, params, fragments, in_background
-        )
         (ledger, *_), recording = settings.ledgers, None
         combines, names = ledger.mode.combines, cluster.names
+        rounds, samples = _rounds(
+            rule, inner, loss, data, params, fragments, in_background, len(names)
+        )
         if durability is not None:
             recording = Recording(
                 durability, rule, params, names, ledger.limits, combines=combines
@@ -202,14 +202,15 @@ def execute(
       data: number of a worker, and number of its local step in the messages that the
         center has settled -> the batch, which must depend on nothing else. JAX code,
         which then runs inside the programs; or any other code, which is called for
-        each local step.
+        each local step, and whose batches must all have the same shapes unless
+        ``exact``.
       params: the first parameters of the center, and of the workers.
       exact: whether each worker makes its messages by itself, in the programs of
         `Worker`, called as a real worker calls them. The results are then, bit for
         bit, those of real workers at a `LocalCenter` with these exchanges. They agree
         with those of ``exact=False`` to rounding.
       evaluate: parameters -> a number, such as the loss on other data; called with
-        versions of the center.
+        versions of the center. Compiled if JAX can trace it.
       every: number of versions between two evaluations.
       target: value of ``evaluate`` at or below which the execution ends.
       width: number of workers whose messages are made together; None for a number that
@@ -228,7 +229,8 @@ def execute(
       InvalidTypeError: ``inner`` is not an optimizer.
       InvalidArgumentError: the schedule cannot be executed, another argument is out of
         range, or there is not enough memory.
-      TreeMismatchError: ``params`` are not real floating arrays.
+      TreeMismatchError: ``params`` are not real floating arrays, or a batch has other
+        shapes than the first.
       SimulationError: a message would be rejected.
       DurabilityError, CenterClosedError: the directory cannot be written.
     """
@@ -248,11 +250,13 @@ def execute(
             "params must be those of the schedule, with messages of "
             f"{planned.message_bytes[0]} bytes; these have {nbytes[0]} bytes"
         )
-    evaluation = _evaluation(evaluate, every, target)
+    evaluation = _evaluation(evaluate, every, target, params)
     in_background = bool(np.any(planned.in_background))
-    rounds, samples = _rounds(rule, inner, loss, data, params, None, in_background)
-    settled = planned.steps[planned.order >= 0]
     names, combines = planned.names, planned.combines
+    rounds, samples = _rounds(
+        rule, inner, loss, data, params, None, in_background, len(names)
+    )
+    settled = planned.steps[planned.order >= 0]
     with contextlib.ExitStack() as stack:
         recording = None
         if durability is not None:
@@ -279,12 +283,60 @@ def execute(
 
 
 def _evaluation(
-    evaluate: Callable[[PyTree], Any] | None, every: int, target: float | None
+    evaluate: Callable[[PyTree], Any] | None,
+    every: int,
+    target: float | None,
+    params: PyTree,
 ) -> Evaluation:
     check.positive_int(every, "every")
-    if target is not None and evaluate is None:
-        raise errors.InvalidArgumentError("target needs evaluate=, got None")
-    return Evaluation(evaluate, every, target)
+    if target is not None:
+        if evaluate is None:
+            raise errors.InvalidArgumentError("target needs evaluate=, got None")
+        check.rate(target, "target", low=-math.inf, high=math.inf)
+    if evaluate is None:
+        return Evaluation(None, every, target)
+    function = _hashable(evaluate, "evaluate")
+    if is_traceable(function, params):
+        _check_scalar(jax.eval_shape(function, params), "evaluate")
+        function = jax.jit(function)
+
+    def value(params: PyTree) -> Any:
+        found = function(params)
+        _check_scalar(found, "evaluate")
+        return found
+
+    return Evaluation(value, every, target)
+
+
+def _check_scalar(found: Any, argument: str) -> None:
+    """Raise unless the result of a function is a real number."""
+    is_number = isinstance(found, float | int)
+    shape = () if is_number else getattr(found, "shape", None)
+    if shape == () and (is_number or check.is_real(found.dtype) or found.dtype == bool):
+        return
+    shown = type(found).__name__ if found is not None else "None"
+    if shape:
+        shown = f"an array of shape {shape}"
+    elif shape == ():
+        shown = f"one of dtype {found.dtype}"
+    raise errors.InvalidArgumentError(f"{argument} must return a scalar, got {shown}")
+
+
+def _hashable(function: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """Return a function that can be the key of its programs.
+
+    An object that compares by its values, such as one of a dataclass, may have no hash;
+    its bound method has that of the object's identity.
+    """
+    if not callable(function):
+        raise errors.InvalidTypeError(
+            f"{argument} must be a function, got {check.show(function)}"
+        )
+    try:
+        hash(function)
+    except TypeError:
+        return function.__call__
+    return function
 
 
 def _rounds(
@@ -295,18 +347,17 @@ def _rounds(
     params: PyTree,
     fragments: Fragments | None,
     in_background: bool,
+    workers: int,
 ) -> tuple[Rounds, int]:
     """Return the rounds of the workers, and the number of samples of a batch."""
     check.optimizer(inner, "inner")
+    loss, data = _hashable(loss, "loss"), _hashable(data, "data")
     rounds = rounds_of(
         rule, inner, loss, data, fragments=fragments, in_background=in_background
     )
-    batch = rounds.batch_like()
-    shape = jax.eval_shape(loss, params, batch).shape
-    if shape:
-        raise errors.InvalidArgumentError(
-            f"loss must return a scalar, got an array of shape {shape}"
-        )
+    batch = rounds.batch_like
+    _check_scalar(jax.eval_shape(loss, params, batch), "loss")
+    check_memory(rounds, params, fragments, workers)
     sizes = [leaf.shape[:1] for leaf in jax.tree.leaves(batch)]
     return rounds, sizes[0][0] if sizes and sizes[0] else 1
 

@@ -153,9 +153,6 @@ class Execution:
       stores: the store of each fragment.
       settled: number of messages that were settled.
       has_ended: whether the target was reached.
-
-    Raises:
-      InvalidArgumentError: there is no memory for the workers.
     """
 
     def __init__(
@@ -174,10 +171,7 @@ class Execution:
     ) -> None:
         self._rounds, self._combines, self._recording = rounds, combines, recording
         params = trees.copy(params)
-        centers = [params]
-        if fragments is not None:
-            centers = fragments.divide(params).cut(params)
-        _check_memory(jax.eval_shape(rounds.start, centers), params, workers)
+        centers = _centers(params, fragments)
         if recording is None:
             self.stores = [Store(rounds.rule, center) for center in centers]
         else:
@@ -191,8 +185,7 @@ class Execution:
                 rounds, centers, workers, is_uniform=is_uniform, width=width
             )
         self._evaluation = evaluation
-        function = evaluation.function
-        self._value = None if function is None else jax.jit(function)
+        self._value = evaluation.function
         self._evaluations: list[tuple[int, int, Any]] = []  # row, version and value
         self._losses: dict[int, Any] = {}  # by row, in the order of the center
         self.has_ended = False
@@ -313,7 +306,7 @@ class Execution:
             )
         for message in messages:
             self._answer(message, before)
-        self._evaluate(messages[-1].number, applied)
+        self._evaluate(applied)
 
     def _answer(self, message: SettledMessage, before: Version) -> None:
         worker, store = self._workers[message.worker], self.stores[message.fragment]
@@ -337,13 +330,13 @@ class Execution:
         exchange.answer = _Answer(begin, store.answer(version), contribution)
         self._ready[worker.index] = None
 
-    def _evaluate(self, row: int, applied: Sequence[Any]) -> None:
-        """Evaluate the center if its newest version is to be evaluated."""
+    def _evaluate(self, applied: Sequence[SettledMessage]) -> None:
+        """Evaluate the center if these messages made a version to be evaluated."""
         number = sum(store.current.number for store in self.stores)
         if self._value is None or not applied or number % self._evaluation.every:
             return
         found = self._value(self._params())
-        self._evaluations.append((row, number, found))
+        self._evaluations.append((applied[-1].number, number, found))
         target = self._evaluation.target
         self.has_ended = target is not None and float(found) <= target
 
@@ -463,8 +456,16 @@ class Execution:
         )
 
 
-def _check_memory(loop: PyTree, params: PyTree, workers: int) -> None:
-    """Raise if there is no memory for the workers."""
+def _centers(params: PyTree, fragments: Fragments | None) -> Sequence[PyTree]:
+    """Return the first parameters of each center."""
+    return [params] if fragments is None else fragments.divide(params).cut(params)
+
+
+def check_memory(
+    rounds: Rounds, params: PyTree, fragments: Fragments | None, workers: int
+) -> None:
+    """Raise if there is no memory for the workers of an execution."""
+    loop = jax.eval_shape(lambda: rounds.start(_centers(params, fragments)))
     row, size = trees.nbytes(loop), trees.nbytes(params)
     # A row, its anchor, and a message that waits.
     needed = workers * (row + 2 * size)

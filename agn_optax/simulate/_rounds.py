@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agn_optax._internal import trees
+from agn_optax._internal import check, trees
 from agn_optax.round import Fragments
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
@@ -119,6 +119,7 @@ class Rounds:
     Attributes:
       makes_batches: whether programs can make the batches.
       data: the function, compiled if it can be.
+      batch_like: shapes and dtypes of the first batch.
       holds_anchor: whether messages need an anchor that the state does not keep.
       has_residual: whether dropped messages are added to the residual of the codec.
       together: kind of the stretches, and whether all have the same plan of local steps
@@ -147,8 +148,13 @@ class Rounds:
             )
         self.holds_anchor = self._programs.holds_anchor
         self.has_residual = self._programs.restore_residual is not None
-        self.makes_batches = _is_traceable(data)
+        numbers = np.int32(0), np.int32(0)
+        self.makes_batches = is_traceable(data, *numbers)
         self.data = jax.jit(data) if self.makes_batches else data
+        if self.makes_batches:
+            self.batch_like = jax.eval_shape(data, *numbers)
+        else:
+            self.batch_like = jax.eval_shape(lambda batch: batch, data(0, 0))
         gradient = jax.value_and_grad(loss)
 
         def step(
@@ -160,12 +166,6 @@ class Rounds:
 
         self._step = jax.jit(step)
         self.together = functools.cache(self._together)
-
-    def batch_like(self) -> PyTree:
-        """Return the shapes and dtypes of a batch."""
-        if self.makes_batches:
-            return jax.eval_shape(self.data, np.int32(0), np.int32(0))
-        return jax.eval_shape(lambda batch: batch, self.data(0, 0))
 
     def stretch(
         self, kind: Kind, loop: Loop | None, inputs: Inputs, plan: Plan
@@ -410,6 +410,10 @@ class Batches:
         count = plan.late + plan.steps
         made = [self._rounds.data(plan.worker, plan.first + i) for i in range(count)]
         made = made or [self._rounds.data(plan.worker, 0)]
+        for i, batch in enumerate(made):
+            what = f"the batch of worker {plan.worker} for its step {plan.first + i}"
+            like = self._rounds.batch_like
+            check.same_tree(batch, like, what, "its first batch, of worker 0,")
         return _stack(made + made[-1:] * (self._most_steps - len(made)))
 
 
@@ -429,10 +433,10 @@ def _with_rows(loops: Loop, rows: Any, new: Loop) -> Loop:
     return jax.tree.map(lambda x, y: x.at[rows].set(y), loops, new)
 
 
-def _is_traceable(data: Callable[[Any, Any], PyTree]) -> bool:
-    """Return whether a function of integers can be traced by JAX."""
+def is_traceable(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Return whether JAX can trace a function of these arguments."""
     try:
-        jax.eval_shape(data, np.int32(0), np.int32(0))
+        jax.eval_shape(function, *arguments)
     except Exception:  # an error of its own is raised again when it is called
         return False
     return True

@@ -1,5 +1,6 @@
 """Executed schedules: traces, digests, targets, drawings and bad input."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -13,7 +14,13 @@ from helpers.support import assert_close, assert_identical, compilations
 
 import agn_optax
 from agn_optax import errors, simulate
-from agn_optax.center import Journal, Limits, MessageLimits, Synchronous
+from agn_optax.center import (
+    BoundedStaleness,
+    Journal,
+    Limits,
+    MessageLimits,
+    Synchronous,
+)
 from agn_optax.round import Fragments
 from agn_optax.simulate import Cluster, Fixed, Link, LogNormal
 
@@ -45,7 +52,7 @@ def execute(schedule, **settings):
     return simulate.execute(schedule, shared.sgd(0.05), **settings)
 
 
-def run(**settings):
+def run(data=data, **settings):
     return simulate.run(
         RULE,
         shared.sgd(0.05),
@@ -291,6 +298,34 @@ def test_overlap_of_one_worker_sends_each_step_once(exact):
     assert_close(found.center.params, params)
 
 
+def test_evaluation_may_be_of_any_code():
+    schedule = planned(exchanges=12)
+    host = execute(schedule, evaluate=lambda p: float(evaluate(p)), every=4)
+    traced = execute(schedule, evaluate=evaluate, every=4)
+    np.testing.assert_allclose(host.evaluations, traced.evaluations, rtol=1e-5)
+
+
+def test_evaluation_is_that_of_the_message_before_one_that_was_dropped():
+    mode = BoundedStaleness(versions=1)
+    found = run(mode=mode, evaluate=evaluate, every=1)
+    again = execute(found.schedule, evaluate=evaluate, every=1)
+    assert np.any(found.schedule.outcome == simulate.Outcome.DROPPED)
+    np.testing.assert_array_equal(again.evaluation_seconds, found.evaluation_seconds)
+
+
+def test_data_may_be_an_object_without_a_hash():
+    @dataclasses.dataclass
+    class Data:
+        x: np.ndarray
+
+        def __call__(self, worker, step):
+            return {"x": self.x, "y": self.x.sum(axis=-1, keepdims=True)}
+
+    batches = Data(np.ones((8, 3), np.float32))
+    found = run(data=batches, exchanges=6)
+    assert len(found) == 6
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
@@ -314,6 +349,38 @@ def test_schedules_that_cannot_be_executed_are_rejected(schedule, message):
             errors.InvalidArgumentError,
             r"loss must return a scalar, got an array of shape \(8, 1\)",
         ),
+        (
+            {"loss": lambda params, batch: (0.0, batch)},
+            errors.InvalidArgumentError,
+            "loss must return a scalar, got tuple",
+        ),
+        ({"loss": 3}, errors.InvalidTypeError, "loss must be a function, got 3"),
+        ({"data": 3}, errors.InvalidTypeError, "data must be a function, got 3"),
+        (
+            {"evaluate": lambda params: params["hidden"]["w"]},
+            errors.InvalidArgumentError,
+            "evaluate must return a scalar, got an array",
+        ),
+        (
+            {"evaluate": lambda params: str(np.asarray(params["s"])), "every": 1},
+            errors.InvalidArgumentError,
+            "evaluate must return a scalar, got str",
+        ),
+        (
+            {"evaluate": evaluate, "target": float("nan")},
+            errors.InvalidArgumentError,
+            "target must be a number",
+        ),
+        (
+            {
+                "data": lambda worker, step: {
+                    "x": np.ones((8 + int(step) % 2, 3), np.float32),
+                    "y": np.ones((8 + int(step) % 2, 1), np.float32),
+                }
+            },
+            errors.TreeMismatchError,
+            "the batch of worker . for its step 1",
+        ),
         ({"params": {"w": jnp.zeros(3, int)}}, errors.TreeMismatchError, "params"),
         ({"params": {"w": jnp.zeros(3)}}, errors.InvalidArgumentError, "have 12 bytes"),
         ({"target": 0.1}, errors.InvalidArgumentError, "target needs evaluate"),
@@ -327,7 +394,7 @@ def test_bad_arguments_are_rejected(settings, error, message):
 
 
 @pytest.mark.slow
-def test_run_that_does_not_fit_into_memory_is_rejected():
+def test_run_that_does_not_fit_into_memory_is_rejected_before_it_begins(tmp_path):
     params = jnp.zeros(1 << 22)
     schedule = simulate.schedule(
         Cluster(workers=20_000, speed=Fixed(0.1)),
@@ -342,4 +409,6 @@ def test_run_that_does_not_fit_into_memory_is_rejected():
             params=params,
             loss=lambda params, batch: jnp.sum(params),
             data=lambda worker, step: step,
+            durability=Journal(tmp_path / "run"),
         )
+    assert not (tmp_path / "run").exists()
