@@ -210,7 +210,7 @@ class Simulation:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._ledgers, self._lengths = settings.ledgers, settings.lengths
-        self._dynamic, self._execution = settings.dynamic, settings.numbers
+        self._dynamic, self._numbers = settings.dynamic, settings.numbers
         self.rows = bytearray()
         self.sessions = array("q")
         self.now = self.settled = self.events = 0
@@ -292,7 +292,7 @@ class Simulation:
         end = LAST - 1 if seconds is None else nanoseconds(seconds)
         most = math.inf if exchanges is None else exchanges
         heap, pop = self._heap, heapq.heappop
-        progress = _PROGRESS_WITH_NUMBERS if self._execution else _PROGRESS
+        progress = _PROGRESS_WITH_NUMBERS if self._numbers else _PROGRESS
         while heap and self.settled < most:
             now, kind, index, number, data = pop(heap)
             if now > end:
@@ -358,8 +358,8 @@ class Simulation:
     def _pull(self, now: int, worker: _Worker) -> None:
         """Send the center to a worker that starts."""
         worker.anchors = [ledger.version for ledger in self._ledgers]
-        if self._execution is not None:
-            self._execution.start(worker.index, worker.session)
+        if self._numbers is not None:
+            self._numbers.start(worker.index, worker.session)
         size = sum(answer for _, answer in self._settings.sizes)
         self._transfer(self._outward, now, worker, size, _STARTED, worker.session)
 
@@ -389,8 +389,8 @@ class Simulation:
 
     def _note(self, now: int, worker: _Worker, event: SessionEvent) -> None:
         self.sessions.extend((now, worker.index, worker.session, event))
-        if self._execution is not None:
-            self._execution.note(now, worker.index, worker.session, event)
+        if self._numbers is not None:
+            self._numbers.note(now, worker.index, worker.session, event)
 
     def _left(self, now: int, index: int, number: int, data: Any) -> None:
         worker = self.workers[index]
@@ -476,7 +476,7 @@ class Simulation:
         worker.at = now
         first = first if first > 1 else 1
         self._call_at(now + first * worker.step, worker)
-        if self._execution is not None:
+        if self._numbers is not None:
             self._foresee(worker, first)
 
     def _foresee(self, worker: _Worker, left: int) -> None:
@@ -497,9 +497,9 @@ class Simulation:
             self._report_send(worker, due, worker.machines[due].current.steps + left)
 
     def _report_send(self, worker: _Worker, f: int, steps: int) -> None:
-        assert self._execution is not None
+        assert self._numbers is not None
         machine = worker.machines[f]
-        self._execution.send(
+        self._numbers.send(
             worker.index,
             f,
             machine.number,
@@ -574,7 +574,7 @@ class Simulation:
             self._keep(last)
         message = worker.messages[f] = Message(self._sent, worker, f, now)
         self._sent += 1
-        if self._execution is not None:
+        if self._numbers is not None:
             self._report_send(worker, f, message.steps)
         worker.began[f] = now
         self._draw(worker)
@@ -602,8 +602,8 @@ class Simulation:
         if message.pace is not None:
             worker.pace = message.pace
         worker.anchors[f] = message.answer_version
-        if self._execution is not None:
-            self._execution.adopt(
+        if self._numbers is not None:
+            self._numbers.adopt(
                 worker.index,
                 f,
                 message.steps_since,
@@ -687,8 +687,8 @@ class Simulation:
         )
         session = str(message.session)
         norm = None
-        if self._execution is not None and self._ledgers[f].rejections.limits.measures:
-            norm = self._execution.norm(message)
+        if self._numbers is not None and self._ledgers[f].rejections.limits.measures:
+            norm = self._numbers.norm(message)
         try:
             self._ledgers[f].submit(worker.name, session, submission, now / 1e9, norm)
         except errors.WorkerStateError:  # its session has ended meanwhile
@@ -766,9 +766,9 @@ class Simulation:
             if settings.dynamic is not None:
                 message.pace = ledger.pace(entry.worker)
             self._transfer(self._outward, now, worker, answer_bytes, _ANSWERED, message)
-        if self._execution is not None:
-            self._execution.settle(settled)
-            if self._execution.has_ended:
+        if self._numbers is not None:
+            self._numbers.settle(settled)
+            if self._numbers.has_ended:
                 raise TargetReached
 
 
