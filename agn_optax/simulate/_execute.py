@@ -322,7 +322,7 @@ def _check_scalar(found: Any, argument: str) -> None:
     raise errors.InvalidArgumentError(f"{argument} must return a scalar, got {shown}")
 
 
-def _hashable(function: Callable[..., Any], argument: str) -> Callable[..., Any]:
+def _hashable(function: Any, argument: str) -> Callable[..., Any]:
     """Return a function that can be the key of its programs.
 
     An object that compares by its values, such as one of a dataclass, may have no hash;
