@@ -63,7 +63,9 @@ class Server:
             np.zeros(run.ledger.size, np.float32),
             mode=scenario.mode,
             barrier=scenario.barrier,
-            durability=Journal(folder, size=scenario.journal_size, keep=scenario.keep),
+            durability=Journal(folder, size=scenario.journal_size, keep=scenario.keep)
+            if scenario.journal
+            else None,
             limits=Limits(lease=LEASE),
             thresholds=_OFF,
         )
@@ -119,7 +121,7 @@ class Server:
         links, self._links = self._links, []
         for link in links:
             link.end()
-        self._loop.at(self._dice.uniform(0.1, 3.0), self.start)
+        self._loop.at(self._dice.choice((0.1, 0.3, 2.5)), self.start)
 
     def pause(self, seconds):
         """Stop the process for some seconds."""

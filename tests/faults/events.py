@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import heapq
 import os
+import shutil
 
 from helpers.disks import Calls, Disk, put
 
@@ -114,7 +115,7 @@ class FaultyDisk(Calls):
       forgets: whether power may fail; otherwise files are kept as they are.
 
     Attributes:
-      calls: number of calls so far.
+      calls: number of calls so far that change something.
       running: whether a process of the simulation makes the calls, not the test itself.
       dead: whether that process has been killed.
     """
@@ -137,6 +138,10 @@ class FaultyDisk(Calls):
             return real(*args)
         if self.dead:
             raise KilledError
+        if name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR):
+            result = real(*args, **kwargs)
+            note(result, *args)
+            return result
         self.calls += 1
         fault = self._faults.get(self.calls)
         if fault == "before":
@@ -191,7 +196,7 @@ class FaultyDisk(Calls):
     def cut_power(self, written):
         """Lose what was not synced, unless ``written()`` says that it was written."""
         left = self._disk.after_a_cut(written)
-        for path in sorted(self.root.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
+        for path in self.root.iterdir():
+            shutil.rmtree(path)
         put(left, self.root, self.root)
         self._disk = Disk(self.root)

@@ -1,7 +1,6 @@
 """One run of a scenario, and the search for a smaller one that fails as well."""
 
 import collections
-import contextlib
 import gc
 import logging
 import os
@@ -31,7 +30,7 @@ class Run:
 
     Args:
       scenario: the scenario.
-      folder: an empty directory.
+      folder: a directory to make if there is a journal.
       patch: a monkeypatch for the disk.
     """
 
@@ -40,13 +39,16 @@ class Run:
         self.loop = Loop()
         self.ledger = Ledger(scenario, lambda: Observer(self).pull())
         self.disk = FaultyDisk(folder, dict(scenario.disk), forgets=scenario.power)
-        self.disk.patch(patch)
+        if scenario.journal:
+            folder.mkdir()
+            self.disk.patch(patch)
         patch.setattr(time, "time", lambda: 1e9 + self.loop.now)
         self._dice = {}
         self.server = Server(self, folder / "center")
         self.workers = [
             Worker(self, number, plan) for number, plan in enumerate(scenario.workers)
         ]
+        self.left = {each.name for each in self.workers}  # workers that are not done
 
     def delays(self, name):
         """Return when copies of a packet arrive, s: none, one or two.
@@ -78,12 +80,9 @@ class Run:
         for at, seconds in scenario.pauses:
             self.loop.at(at, server.pause, seconds)
         server.start()
-        is_done = self.loop.run(
-            lambda: all(each.is_done for each in self.workers), _LIMIT
-        )
-        if not is_done:
-            left = [each.name for each in self.workers if not each.is_done]
-            raise BrokenError(f"{', '.join(left)} did not get on in {_LIMIT} s")
+        if not self.loop.run(lambda: not self.left, _LIMIT):
+            left = ", ".join(sorted(self.left))
+            raise BrokenError(f"{left} did not get on in {_LIMIT} s")
         if not scenario.closes and server.core is not None:
             server.end(power=scenario.power)
         self.loop.run(lambda: server.core is not None, _LIMIT)
@@ -101,7 +100,8 @@ class Run:
 class Runner:
     """Runs scenarios, one after the other, in one directory.
 
-    Python's garbage collector, which takes a tenth of the time, runs between them.
+    Python's garbage collector runs between them, and skips what is left of them, such
+    as compiled programs. The log would have thousands of expected warnings.
 
     Attributes:
       scenarios, events, processes: numbers of scenarios, of their events, and of
@@ -114,15 +114,15 @@ class Runner:
         self.scenarios = self.events = self.processes = 0
         self.outcomes = collections.Counter()
         self.trace = None
-        gc.collect()
-        gc.freeze()
         gc.disable()
+        logging.disable(logging.CRITICAL)
         memory = pathlib.Path("/dev/shm")  # noqa: S108 a file system without a disk
         parent = memory if os.access(memory, os.W_OK) else None
         self._folder = pathlib.Path(tempfile.mkdtemp(dir=parent))
 
     def close(self):
         """Remove the directory."""
+        logging.disable(logging.NOTSET)
         gc.enable()
         gc.unfreeze()
         shutil.rmtree(self._folder)
@@ -131,9 +131,9 @@ class Runner:
         """Run a scenario; return how it failed, or "" if all checks held."""
         if self.scenarios % _COLLECTS == 0:
             gc.collect()
+            gc.freeze()
         folder = self._folder / "run"
-        folder.mkdir()
-        with pytest.MonkeyPatch.context() as patch, _quiet():
+        with pytest.MonkeyPatch.context() as patch:
             tuning.set_least_reserved(patch, 4096)
             run = Run(scenario, folder, patch)
             try:
@@ -150,7 +150,8 @@ class Runner:
                 messages = run.ledger.messages
                 self.outcomes.update(each.outcome for each in messages.values())
                 self.trace = (run.loop.events, run.disk.calls, run.ledger.applied)
-                shutil.rmtree(folder)
+                if scenario.journal:
+                    shutil.rmtree(folder)
         return ""
 
     def shrink(self, scenario):
@@ -181,13 +182,3 @@ def describe(scenario, failure):
         f"seed {scenario.seed}: {failure}\n"
         f"  repeat it: make faults ARGS='--seed {scenario.seed} --count 1'"
     )
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Silence the log, which would have thousands of expected warnings."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)

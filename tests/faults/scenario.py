@@ -20,6 +20,7 @@ _MODES = (
     Synchronous(quorum=1, grace=0.2, late="drop"),
     Synchronous(quorum=1, grace=0.2, late="weighted"),
 )
+_JOURNALS = 0.5  # share of scenarios with a journal, which take three times as long
 _DISK_FAULTS = ("before", "after", "after", "torn", "full")
 
 
@@ -57,6 +58,8 @@ class Scenario:
     Attributes:
       lost, late, repeated: share of packets to which that happens.
       poisoned: numbers of messages that are not finite.
+      journal: whether exchanges are written to disk. Without a journal, the center's
+        process is not killed: another one would be another center.
       disk: what happens at calls of the disk, by their numbers: see `FaultyDisk`.
       power: whether the power may fail when the center's process ends.
       kills: times at which the center's process is killed, s.
@@ -71,6 +74,7 @@ class Scenario:
     mode: Any
     barrier: int = 0
     overlap: bool = False
+    journal: bool = True
     keep: str | None = "contributions"
     journal_size: int | None = None
     workers: tuple[Plan, ...] = ()
@@ -109,20 +113,20 @@ def drawn(seed):
         )
         for _ in range(dice.choice((1, 2, 2, 3)))
     )
-    return Scenario(
+    scenario = Scenario(
         seed,
         rule=dice.choice(rules),
         mode=mode,
         barrier=dice.choice((0, 0, len(workers))),
         overlap=dice.random() < 0.3,
         keep=dice.choice(("contributions", "contributions", "hashes", None)),
-        journal_size=dice.choice((None, None, 1500)),
+        journal_size=dice.choice((None, None, 2500)),
         workers=workers,
         lost=dice.choice((0.0, 0.1)) * network,
         late=dice.choice((0.0, 0.2)) * network,
         repeated=dice.choice((0.0, 0.2)) * network,
         poisoned=some(0.05, lambda: dice.randint(1, 8)),
-        disk=some(0.25, lambda: (dice.randint(1, 120), dice.choice(_DISK_FAULTS))),
+        disk=some(0.25, lambda: (dice.randint(1, 90), dice.choice(_DISK_FAULTS))),
         power=dice.random() < 0.5,
         kills=some(0.1, time),
         replies=some(0.1, lambda: dice.randint(1, 20)),
@@ -130,9 +134,25 @@ def drawn(seed):
         pauses=some(0.07, lambda: (time(), dice.choice((1.0, 6.0)))),
         closes=dice.random() < 0.75,
     )
+    return scenario if dice.random() < _JOURNALS else without_journal(scenario)
 
 
 EASGD = shared.easgd(0.25)
+
+
+def without_journal(scenario):
+    """Return a scenario without a journal, and without what needs one."""
+    return dataclasses.replace(
+        scenario,
+        journal=False,
+        keep="contributions",
+        journal_size=None,
+        disk=(),
+        power=False,
+        kills=(),
+        replies=(),
+        closes=True,
+    )
 
 
 def smaller(scenario) -> Iterator[Scenario]:
@@ -143,6 +163,8 @@ def smaller(scenario) -> Iterator[Scenario]:
         if len(plans) > 1:
             barrier = min(scenario.barrier, len(plans) - 1)
             yield replace(scenario, workers=plans[:i] + plans[i + 1 :], barrier=barrier)
+    if scenario.journal:
+        yield without_journal(scenario)
     for plain in (
         {"lost": 0.0, "late": 0.0, "repeated": 0.0},
         {"lost": 0.0},

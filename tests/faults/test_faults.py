@@ -116,7 +116,7 @@ MUTANTS = [
         "count = self._at_round.get(rounds, 0) + change",
         "(1)",
     ),
-    (_ledger, "del self.pending[worker]", "pass"),
+    (_ledger, "self.pending.pop(worker, None)", "pass"),
     (_core, "self._core._wait_until_kept(kept.recorded)", "pass"),
     (_core, "self._wait_until_kept(self._recorded())", "pass"),
     (_core, "del self._messages[worker]", "pass"),
@@ -136,8 +136,8 @@ MUTANTS = [
     (_machine, "if begins:", "not (begins)"),
     (
         _machine,
-        "begins = resets or self.state is State.ANSWERED",
-        "(resets and self.state is State.ANSWERED)",
+        "begins = resets or self.state is _ANSWERED",
+        "(resets and self.state is _ANSWERED)",
     ),
 ]
 
@@ -154,7 +154,7 @@ def test_hundreds_of_scenarios_hold(runner):
         each = scenario.drawn(seed)
         failure = runner.run(each)
         assert not failure, runner.report(each, failure)
-    assert runner.processes > 1.5 * runner.scenarios
+    assert runner.processes > 1.4 * runner.scenarios
     assert {*runner.outcomes} >= {"applied", "dropped", "rejected"}
 
 
@@ -234,7 +234,7 @@ def test_mutant_is_found(module, line, replacement, runner, monkeypatch):
         if lines[each.line - 1].strip() == line and each.text == replacement
     ]
     put_source_in(monkeypatch, module, mutants.source_with(fault, source).decode())
-    assert any(map(runner.run, map(scenario.drawn, range(500))))
+    assert any(map(runner.run, map(scenario.drawn, range(2000))))
 
 
 def tool_for_mutants():

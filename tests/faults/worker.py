@@ -183,7 +183,7 @@ class Life:
         if self.center_id:
             link = Link(self._run, self)
             link.send("alive", self.worker.name, self.session_id)
-        self._later(HEARTBEAT_TIMEOUT / 3, self._beat)
+        self._later(HEARTBEAT_TIMEOUT / 2, self._beat)
 
     def _joined(self, center_id):
         self._attempt += 1
@@ -386,7 +386,6 @@ class Worker:
         self.paused_until = 0.0
         self.checkpoint = None
         self.life = None
-        self.is_done = False
         self._twins = []
         run.loop.at(plan.starts, self.start)
         for at, seconds in plan.pauses:
@@ -395,6 +394,11 @@ class Worker:
             run.loop.at(at, self._cut)
         for at in plan.twins:
             run.loop.at(at, self._start_twin)
+
+    @property
+    def is_done(self):
+        """True if the worker has made all its exchanges and has left."""
+        return self.name not in self.run.left
 
     @property
     def has_twins(self):
@@ -414,7 +418,7 @@ class Worker:
     def leave(self):
         """Record that a process has left: it is done, or comes back."""
         if self.exchanges >= self.quota:
-            self.is_done = True
+            self.run.left.discard(self.name)
             for life in (self.life, *self._twins):
                 life.kill()
         else:

@@ -86,9 +86,7 @@ class Disk:
         elif kind == "unlink":
             self._name(path, None)
         elif kind == "sync" and self._is_directory(path):
-            inside = [
-                str(pathlib.Path(name).parent) == path for name, _ in self._changes
-            ]
+            inside = [_parent(name) == path for name, _ in self._changes]
             self._kept.update(itertools.compress(self._changes, inside))
             outside = [not each for each in inside]
             self._changes = list(itertools.compress(self._changes, outside))
@@ -120,12 +118,16 @@ class Disk:
             for path, number in names.items()
             if number is not None
             and self._files[number] is not None
-            and all(
-                names.get(str(each)) is not None
-                for each in pathlib.Path(path).parents
-                if str(each).startswith(self.root + os.sep)
-            )
+            and self._are_there(_parent(path), names)
         }
+
+    def _are_there(self, path, names):
+        """Return whether a directory and those around it are on the disk."""
+        while len(path) > len(self.root):
+            if names.get(path) is None:
+                return False
+            path = _parent(path)
+        return True
 
     def _contents(self, number, written):
         data = bytearray(self._files[number])
@@ -146,6 +148,10 @@ class Disk:
                         data[begin : begin + len(part)] = part
                     begin += len(part)
         return data
+
+
+def _parent(path):
+    return path.rpartition(os.sep)[0]  # quicker than that of a `Path`
 
 
 def put(files, root, copy):

@@ -136,7 +136,7 @@ def set_host_support(monkeypatch, *, is_there):
 
 def is_journal_idle(core):
     """Return whether nothing waits to be written to a center's journal."""
-    writer = core.keeper._writer
+    writer = core.keeper and core.keeper._writer
     return writer is None or writer.is_idle
 
 
@@ -151,4 +151,6 @@ def write_journal(core):
 def is_snapshot_due(core):
     """Return whether a snapshot would replace a center's journal."""
     keeper = core.keeper
-    return not keeper.failure and keeper._writer is not None and keeper._is_due
+    if keeper is None or keeper._writer is None or keeper.failure:
+        return False
+    return keeper._is_due

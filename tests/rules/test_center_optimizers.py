@@ -579,7 +579,7 @@ def test_isoloco_makes_singular_values_equal(shape, dtype):
 
 
 def test_isoloco_has_the_directions_of_muon():
-    """Those of optax have singular values near 1, and not their mean."""
+    """The test compares directions: those of optax have singular values near 1."""
     matrix = jnp.asarray(seeded().normal(size=(6, 9)), jnp.float32)
     ours, muon = outer.isoloco(1.0, 0.0), optax.contrib.scale_by_muon(beta=0.0)
     a = -ours.update(matrix, ours.init(matrix), matrix)[0]

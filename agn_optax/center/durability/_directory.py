@@ -44,6 +44,8 @@ if sys.platform != "win32":
 
 _log = logging.getLogger("agn_optax")
 
+_NAME = re.compile(r"(snapshot|journal|chain)-(\d+)")
+
 # Bytes to reserve for a journal at a time: its current size, within these limits.
 _MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
 _COPIED = 1024  # records of a journal that are copied to a chain at a time
@@ -54,7 +56,7 @@ class Segment(NamedTuple):
 
     number: int  # of its first record
     kind: Literal["journal", "chain"]
-    path: pathlib.Path
+    path: str
 
     @property
     def is_kept(self) -> bool:
@@ -75,23 +77,32 @@ class Files:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = pathlib.Path(path)
 
-    def file(self, kind: str, number: int) -> pathlib.Path:
-        """Return the path of a snapshot or a segment."""
-        return self.path / f"{kind}-{number:012}"
+    def file(self, kind: str, number: int) -> str:
+        """Return the path of a snapshot or a segment; a text is made quickly."""
+        return f"{self.path}{os.sep}{kind}-{number:012}"
+
+    def all_numbers(self) -> dict[str, list[int]]:
+        """Return the numbers of all files by their kind, sorted."""
+        with disk_errors(f"cannot read {self.path}"):
+            names = os.listdir(self.path)  # noqa: PTH208 quick
+        found: dict[str, list[int]] = {"snapshot": [], "journal": [], "chain": []}
+        for match in filter(None, map(_NAME.fullmatch, names)):
+            found[match[1]].append(int(match[2]))
+        return {kind: sorted(numbers) for kind, numbers in found.items()}
 
     def numbers(self, kind: str) -> list[int]:
         """Return the numbers of all files of a kind, sorted."""
-        with disk_errors(f"cannot read {self.path}"):
-            names = os.listdir(self.path)  # noqa: PTH208 quick
-        matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
-        return sorted(int(match[1]) for match in matches if match)
+        return self.all_numbers()[kind]
 
     def segments(self) -> list[Segment]:
         """Return the files of records, sorted; a journal comes instead of its copy."""
+        return self._segments(self.all_numbers())
+
+    def _segments(self, numbers: dict[str, list[int]]) -> list[Segment]:
         found: dict[int, Segment] = {}
         kinds: tuple[Literal["chain", "journal"], ...] = ("chain", "journal")
         for kind in kinds:
-            for number in self.numbers(kind):
+            for number in numbers[kind]:
                 found[number] = Segment(number, kind, self.file(kind, number))
         return [found[number] for number in sorted(found)]
 
@@ -197,8 +208,9 @@ class Directory(Files):
             self.lock = read_lock(path / "lock")
             with disk_errors(f"cannot keep a center in {path}"):
                 self.check_paths()  # the directory may have been replaced meanwhile
-                for left in path.glob("*.tmp"):  # left by a process that was killed
-                    left.unlink()
+                for name in os.listdir(path):  # noqa: PTH208 quick
+                    if name.endswith(".tmp"):  # left by a process that was killed
+                        (path / name).unlink()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -221,16 +233,16 @@ class Directory(Files):
         Raises:
           DurabilityError: the snapshot cannot be read, or was removed.
         """
-        newest = max(self.numbers("snapshot"), default=None)
-        if newest is None:
+        numbers = self.all_numbers()
+        if not numbers["snapshot"]:
             is_new = self.lock is None or self.lock.kind == "new"
-            if not is_new or self.numbers("journal"):
+            if not is_new or numbers["journal"]:
                 raise errors.DurabilityError(
                     f"{self.path} had a center, but its snapshot is missing. "
                     f"{RESTORE_BACKUP}"
                 )
             return None
-        return self.read_snapshot(newest)
+        return self.read_snapshot(numbers["snapshot"][-1])
 
     def replay(self, snapshot: Record) -> Iterator[Record]:
         """Yield the records after a snapshot; check at the end that none is missing.
@@ -303,7 +315,7 @@ class Directory(Files):
         Raises:
           OSError: a file was moved, removed or replaced.
         """
-        _check_path(self._lock_file, self.path / "lock")
+        _check_path(self._lock_file, f"{self.path}{os.sep}lock")
         if journal is not None:
             _check_path(journal, self.file("journal", begin))
 
@@ -351,9 +363,9 @@ class Directory(Files):
         return written
 
     @contextlib.contextmanager
-    def _new_file(self, path: pathlib.Path) -> Iterator[int]:
+    def _new_file(self, path: str) -> Iterator[int]:
         """Write a file atomically; it is on disk at the end of the context."""
-        temporary = path.with_name(path.name + ".tmp")
+        temporary = pathlib.Path(path + ".tmp")
         try:
             with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 yield file
@@ -371,7 +383,7 @@ class Directory(Files):
           OSError: the journal could not be created.
         """
         self.check_paths()
-        path = self.file("journal", number)
+        path = pathlib.Path(self.file("journal", number))
         is_new = not path.exists()  # else an earlier process has written no record
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -402,11 +414,11 @@ class Directory(Files):
 
     def remove_old(self, journals: int) -> None:
         """Remove journals that begin before a record, and older snapshots."""
-        for number in self.numbers("journal"):
+        numbers = self.all_numbers()
+        for number in numbers["journal"]:
             if number < journals:
-                self.file("journal", number).unlink()
-        for number in self.numbers("snapshot")[:-1]:
-            self.file("snapshot", number).unlink()
+                _remove(self.file("journal", number))
+        self._remove_snapshots(numbers["snapshot"][:-1])
 
     def trim(self, journal: int, size: int) -> None:
         """Free the reserved space of a journal that gets no more records."""
@@ -428,24 +440,27 @@ class Directory(Files):
           OSError: a file could not be written.
         """
         self.check_paths()
+        numbers = self.all_numbers()
+        kept = [each for each in self._segments(numbers) if each.is_kept]
+        snapshots = numbers["snapshot"]
         while True:
-            kept = [segment for segment in self.segments() if segment.is_kept]
             first = kept[0].number if kept else journals
-            for number in self.numbers("snapshot")[:-1]:
-                if number < first:
-                    self.file("snapshot", number).unlink()
-            if first >= journals or self._size() <= limit:
+            old = [number for number in snapshots[:-1] if number < first]
+            self._remove_snapshots(old)
+            snapshots = snapshots[len(old) :]
+            if first >= journals or self._size(kept, snapshots) <= limit:
                 return
-            self._drop_arrays(kept[0])
+            self._drop_arrays(kept.pop(0))
 
-    def _size(self) -> int:
-        """Return the size of all journals and snapshots, in bytes."""
-        paths = (
-            self.file(kind, number)
-            for kind in ("journal", "snapshot")
-            for number in self.numbers(kind)
-        )
-        return sum(path.stat().st_size for path in paths)
+    def _remove_snapshots(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            _remove(self.file("snapshot", number))
+
+    def _size(self, journals: Sequence[Segment], snapshots: Sequence[int]) -> int:
+        """Return the size of journals and snapshots, in bytes."""
+        paths = [each.path for each in journals]
+        paths += [self.file("snapshot", number) for number in snapshots]
+        return sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 quick
 
     def _drop_arrays(self, journal: Segment) -> None:
         """Replace a journal by a chain, which has its records without arrays."""
@@ -456,7 +471,7 @@ class Directory(Files):
                 pieces = [memoryview(record.head_and_about) for record in some]
                 _records.write(file, pieces, position)
                 position += sum(map(len, pieces))
-        journal.path.unlink()
+        _remove(journal.path)
 
 
 def reserve(file: int, size: int, needed: int) -> int:
@@ -486,7 +501,11 @@ def _make_synced(path: pathlib.Path) -> None:
         os.fsync(parent)
 
 
-def _check_path(file: int, path: pathlib.Path) -> None:
+def _remove(path: str) -> None:
+    pathlib.Path(path).unlink()
+
+
+def _check_path(file: int, path: str) -> None:
     try:
         is_same = os.path.samestat(os.stat(path), os.fstat(file))  # noqa: PTH116 quick
     except FileNotFoundError:

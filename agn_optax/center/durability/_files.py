@@ -53,7 +53,10 @@ def read_lock(path: pathlib.Path) -> Lock | None:
       DurabilityError: the lock cannot be read, or is damaged.
     """
     with disk_errors(f"cannot read {path}"):
-        raw = path.read_bytes() if path.exists() else b""
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            raw = b""
     # The file was created, but its contents were lost in a power failure.
     if not raw.strip(b"\0"):
         return None
@@ -66,7 +69,7 @@ def read_lock(path: pathlib.Path) -> Lock | None:
 
 
 @contextlib.contextmanager
-def reading(path: pathlib.Path) -> Iterator[int]:
+def reading(path: str | os.PathLike[str]) -> Iterator[int]:
     """Open a file for reading; name it in errors."""
     try:
         with (
@@ -81,7 +84,7 @@ def reading(path: pathlib.Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def open_file(path: pathlib.Path, flags: int) -> Iterator[int]:
+def open_file(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
     """Open a file for the duration of the context."""
     file = os.open(path, flags, 0o644)
     try:

@@ -109,7 +109,7 @@ class History:
 
     def snapshot_file(self, number: int) -> pathlib.Path:
         """Return the path of a snapshot."""
-        return self._files.file("snapshot", number)
+        return pathlib.Path(self._files.file("snapshot", number))
 
     def snapshot(self, number: int, *, with_arrays: bool = True) -> Record:
         """Return a snapshot, perhaps without its arrays.

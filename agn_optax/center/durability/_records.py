@@ -40,6 +40,8 @@ _PAGE = 4096  # bytes that are summed as one page for a digest
 _SMALL = 1 << 16  # bytes; smaller records are written in one piece
 _SEARCHED = 1 << 20  # bytes that are searched at a time
 _ZEROS = memoryview(bytes(_ALIGNMENT))
+# Numbers may be those of NumPy, or on a device.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=float, check_circular=False)
 
 
 class Head(NamedTuple):
@@ -412,8 +414,7 @@ def _with_arrays(
 
 
 def _json(value: Any) -> bytes:
-    # Numbers may be those of NumPy, or on a device.
-    return json.dumps(value, separators=(",", ":"), default=float).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _fill(file: int, buffer: memoryview, position: int) -> bool:
