@@ -377,17 +377,17 @@ def _follow(
     for at, worker, session, event in zip(*changes, strict=True):
         execution.note(at, worker, session, SessionEvent(event))
     sessions.start(execution, done)
-    for group in _groups(rows):
-        for message in group if limits.measures else ():
+    for batch in _batches(rows, combines=planned.combines):
+        for message in batch if limits.measures else ():
             if message.outcome is Outcome.APPLIED:
                 _check(planned, rejections, message, execution.norm(message))
-        rejections.add_norms([m.norm for m in group if m.outcome is Outcome.APPLIED])
-        execution.settle(group)
+        rejections.add_norms([m.norm for m in batch if m.outcome is Outcome.APPLIED])
+        execution.settle(batch)
         if execution.has_ended:
             return
-        done += len(group)
+        done += len(batch)
         sessions.start(execution, done)
-        if done % _PROGRESS < len(group) and progress is not None:
+        if done % _PROGRESS < len(batch) and progress is not None:
             progress(done / len(rows))
 
 
@@ -414,20 +414,27 @@ def _settled_rows(planned: Schedule) -> list[Any]:
     return messages
 
 
-def _groups(messages: list[Any]) -> Iterator[list[Any]]:
-    """Yield the messages that are settled by one version, or while it is current."""
-    group, workers, last = list[Any](), set[int](), -1
-    for message in messages:
+def _batches(messages: list[Any], *, combines: bool) -> Iterator[list[Any]]:
+    """Yield the messages that the center settles at once: one, or those of a round."""
+
+    def round_of(message: Any) -> Any:
         made = message.version
-        version = made if made >= 0 else message.answer_version
-        if group and (version != last or message.worker in workers):
-            yield group
-            group, workers = [], set()
-        last = version
-        group.append(message)
-        workers.add(message.worker)
-    if group:
-        yield group
+        return message.settled, made if made >= 0 else message.answer_version
+
+    batch: list[Any] = []
+    for message in messages:
+        is_same = (
+            bool(batch)
+            and combines
+            and Outcome.DROPPED not in (message.outcome, batch[0].outcome)
+            and round_of(message) == round_of(batch[0])
+        )
+        if batch and not is_same:
+            yield batch
+            batch = []
+        batch.append(message)
+    if batch:
+        yield batch
 
 
 class _Sessions:

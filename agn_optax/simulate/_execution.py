@@ -271,7 +271,7 @@ class Execution:
         return float(norm)
 
     def settle(self, messages: Sequence[SettledMessage]) -> None:
-        """Apply, drop or reject messages of one fragment, which nothing lies between.
+        """Apply, drop or reject messages of one fragment, all at once.
 
         Args:
           messages: the messages, with their outcomes.

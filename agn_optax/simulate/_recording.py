@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,18 +161,12 @@ class Recording:
     def settle(
         self, messages: Sequence[Any], submissions: Sequence[Submission]
     ) -> None:
-        """Settle messages as the simulation does.
+        """Settle messages together as the simulation does.
 
         Args:
           messages: the messages, in the order of the center.
           submissions: their submissions.
         """
-        given = dict(zip(map(id, messages), submissions, strict=True))
-        for batch in _batches(messages, self._combines):
-            self._settle(batch, [given[id(message)] for message in batch])
-
-    def _settle(self, messages: list[Any], submissions: list[Submission]) -> None:
-        """Settle messages that are applied, dropped or rejected together."""
         first = messages[0]
         self._settled = at = first.settled
         self._change(at, first.workers)
@@ -275,21 +269,3 @@ class Recording:
             if self._sessions.get(name) is session:  # it has not joined again
                 del self._sessions[name]
                 core.heartbeat(())
-
-
-def _batches(messages: Sequence[Any], combines: bool) -> Iterator[list[Any]]:
-    """Yield the messages that the center settles at once."""
-    batch: list[Any] = []
-    for message in messages:
-        is_same = (
-            bool(batch)
-            and combines
-            and message.settled == batch[0].settled
-            and Outcome.DROPPED not in (message.outcome, batch[0].outcome)
-        )
-        if batch and not is_same:
-            yield batch
-            batch = []
-        batch.append(message)
-    if batch:
-        yield batch

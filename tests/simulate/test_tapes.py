@@ -558,6 +558,20 @@ def test_rejections_for_a_norm_are_on_a_simulated_tape(tmp_path):
     check_again(tmp_path / "run", RULE, found.center, tmp_path / "again", limits=limits)
 
 
+def test_rounds_in_which_all_are_rejected_are_the_same_again(tmp_path):
+    limits = Limits(
+        max_workers=None, lease=1.0, messages=MessageLimits(steps=1, in_a_row=99)
+    )
+    planned = plan(period=PERIOD, limits=limits, mode=Synchronous(quorum=2, grace=0.1))
+    journal = Journal(tmp_path / "run", keep="contributions")
+    found = execute(planned, params=problem.params(), durability=journal)
+    assert not found.center.version
+    check_again(tmp_path / "run", RULE, found.center, tmp_path / "again", limits=limits)
+    rounds = [len(e.messages) for e in tape.read(tmp_path / "run").events()]
+    times = np.unique(planned.settled[found.rows], return_counts=True)[1]
+    assert [count for count in rounds if count] == times.tolist()
+
+
 def test_run_with_fragments_writes_no_tape(tmp_path):
     with pytest.raises(errors.InvalidArgumentError, match="without fragments"):
         simulate.run(
