@@ -130,7 +130,7 @@ class Numbers(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What is measured before a run."""
+    """The measurements before a run."""
 
     alone: float  # seconds of a call that exchanges, of one worker alone
     paced: float  # the same over a slow link

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import Journal, MessageLimits, Rejections, Submission
+from agn_optax.center import Journal, Limits, MessageLimits, Rejections, Submission
 from agn_optax.round import DynamicPeriod, Fragments, steps
 from agn_optax.rules import Rule, check_rule
 from agn_optax.simulate._cluster import Cluster
@@ -122,16 +122,14 @@ def run(
     def execution_of(settings: Settings) -> Execution:
         in_background = bool(settings.overlap or settings.delay)
         is_constant = not callable(period) and not isinstance(period, DynamicPeriod)
-        (ledger, *_), recording = settings.ledgers, None
-        combines, names = ledger.mode.combines, cluster.names
+        ledger, names = settings.ledgers[0], cluster.names
+        combines = ledger.mode.combines
         rounds, samples = _rounds(
             rule, inner, loss, data, params, fragments, in_background, len(names)
         )
-        if durability is not None:
-            recording = Recording(
-                durability, rule, params, names, ledger.limits, combines=combines
-            )
-            stack.callback(recording.close)
+        recording = stack.enter_context(
+            _recording(durability, rule, params, names, ledger.limits, combines)
+        )
         execution = Execution(
             rounds,
             params,
@@ -257,13 +255,9 @@ def execute(
         rule, inner, loss, data, params, None, in_background, len(names)
     )
     settled = planned.steps[planned.order >= 0]
-    with contextlib.ExitStack() as stack:
-        recording = None
-        if durability is not None:
-            recording = Recording(
-                durability, rule, params, names, planned.limits, combines=combines
-            )
-            stack.callback(recording.close)
+    with _recording(
+        durability, rule, params, names, planned.limits, combines
+    ) as recording:
         execution = Execution(
             rounds,
             params,
@@ -280,6 +274,26 @@ def execute(
             at_target = execution.has_ended
             recording.finish(None if at_target else round(planned.duration * 1e9))
     return execution.traces(planned, samples)
+
+
+@contextlib.contextmanager
+def _recording(
+    durability: Journal | None,
+    rule: Rule,
+    params: PyTree,
+    names: Sequence[str],
+    limits: Limits,
+    combines: bool,
+) -> Iterator[Recording | None]:
+    """Write a run to a journal within the context; None writes nothing."""
+    if durability is None:
+        yield None
+        return
+    recording = Recording(durability, rule, params, names, limits, combines=combines)
+    try:
+        yield recording
+    finally:
+        recording.close()
 
 
 def _evaluation(

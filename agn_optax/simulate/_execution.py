@@ -151,7 +151,6 @@ class Execution:
 
     Attributes:
       stores: the store of each fragment.
-      settled: number of messages that were settled.
       has_ended: whether the target was reached.
     """
 
