@@ -303,20 +303,8 @@ class Rounds:
         return jax.jit(jax.vmap(stretch, in_axes=axes), donate_argnums=0)
 
 
-@functools.lru_cache(maxsize=16)
-def rounds_of(
-    rule: Rule,
-    inner: optax.GradientTransformation,
-    loss: Callable[[PyTree, PyTree], jax.Array],
-    data: Callable[[Any, Any], PyTree],
-    *,
-    fragments: Fragments | None,
-    in_background: bool,
-) -> Rounds:
-    """Return the rounds of all runs with these arguments, which share the programs."""
-    return Rounds(
-        rule, inner, loss, data, fragments=fragments, in_background=in_background
-    )
+# The rounds of all runs with these arguments, which share the programs.
+rounds_of = functools.lru_cache(maxsize=16)(Rounds)
 
 
 class OneByOne:
