@@ -1,5 +1,5 @@
 # All targets run in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test slow anywhere nox frameworks mutants chaos faults fuzz lint types format bench docs proto lock clean venv
+.PHONY: help demo towers test slow anywhere nox frameworks mutants chaos faults fuzz results lint types format bench docs proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -41,6 +41,9 @@ faults: venv ## a minute of simulated faults, thousands: ARGS="--seconds 600", "
 
 fuzz: venv ## give parsers and a live center nearly valid input: ARGS="--count 1000000"
 	@PYTHONPATH=tests:. $(python) -B -m fuzz $(ARGS)
+
+results: venv ## run the programs of docs/results.md: ARGS="--only agn", "--quick"
+	@$(python) -B examples/reproduce/results.py $(ARGS)
 
 lint: venv ## check style
 	@$(python) -m ruff check .
