@@ -84,6 +84,11 @@ COMBINATIONS = {
         "the combine needs a whole round, and the center applies messages one by one. "
         "Give the center `mode=Synchronous()` (`--mode synchronous`)"
     ),
+    ("a rule with a weight", "a center that is not synchronous"): (
+        "the weight of a message is relative to the others of its round, and the "
+        "center applies messages one by one. Give the center `mode=Synchronous()` "
+        "(`--mode synchronous`), or the center optimizer `agn_optax.scale_by_weight`"
+    ),
     ("`by_local_steps`", "a center outside the program"): (
         "such a center cannot count local steps, because its workers have made "
         "different numbers of them. Give the optimizer as it is: its schedules count "

@@ -14,6 +14,7 @@ from agn_optax._internal import Notice, Thresholds
 from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
+from agn_optax.center._decoupled import DecoupledDiloco, decoupled_diloco
 from agn_optax.center._inspector import LOOK_INTERVAL as LOOK_INTERVAL
 from agn_optax.center._ledger import Batch as Batch
 from agn_optax.center._ledger import Ledger as Ledger
@@ -71,6 +72,7 @@ __all__ = [
     "BoundedStaleness",
     "Center",
     "CenterState",
+    "DecoupledDiloco",
     "Journal",
     "Limits",
     "LocalCenter",
@@ -83,4 +85,5 @@ __all__ = [
     "Thresholds",
     "Transfer",
     "WorkerSession",
+    "decoupled_diloco",
 ]

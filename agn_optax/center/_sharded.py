@@ -65,7 +65,7 @@ class ShardedCenter:
                 f"{len(fragments)}"
             )
         self.rule = centers[0].rule
-        if not self.rule.combines_elements and len(centers) > 1:
+        if self.rule.combine_reads == "tree" and len(centers) > 1:
             combinations.reject(
                 "a center in shards",
                 "a combine of whole messages",
@@ -248,11 +248,16 @@ class ShardedCenter:
             check.same_tree(params, self._model, "params", "center")
 
     def _divide(self, whole: PyTree) -> parts.Parts:
-        """Return the parts of the shards; split only leaves sent as one array each."""
+        """Return the parts of the shards.
+
+        A leaf is split if it is sent as one array, and if its messages are combined
+        element by element.
+        """
         if self.fragments is not None:
             return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
         rows = bool(sent == jax.tree.structure(whole))
+        rows = rows and self.rule.combine_reads == "element"
         return parts.balanced(whole, len(self.centers), rows=rows)
 
     def unite(

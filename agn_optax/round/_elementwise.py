@@ -75,7 +75,7 @@ def is_leafwise(rule: Rule) -> bool:
     if unfit := _wider(rule, "leaf"):
         _log.debug("not done: an exchange by groups of leaves, because of %s", unfit)
         return False
-    return rule.combines_elements
+    return rule.combine_reads != "tree"
 
 
 def is_uniform(rule: Rule, params: PyTree) -> bool:
@@ -83,7 +83,7 @@ def is_uniform(rule: Rule, params: PyTree) -> bool:
     if unfit := _wider(rule, "element", of_center=True):
         _log.debug("not done: a center in two arrays, because of %s", unfit)
         return False
-    return rule.combines_elements and () not in _shapes(params)
+    return rule.combine_reads == "element" and () not in _shapes(params)
 
 
 def _wider(rule: Rule, allowed: Reads, *, of_center: bool = False) -> str | None:

@@ -209,7 +209,7 @@ class Fragments:
                 f"{got}, mixing={self.mixing}",
             )
         got = f"{got} with {rule.combine}"
-        if not rule.combines_elements:
+        if rule.combine_reads == "tree":
             combinations.reject("fragments", "a combine of whole messages", got)
 
     def is_due(

@@ -36,9 +36,8 @@ INNER = shared.adam(0.05)
 
 @functools.cache
 def drop_in(rule, fragments, **options):
-    return agn_optax.exchange_every(
-        INNER, RULES[rule](), PERIOD, fragments=fragments, **options
-    )
+    made = (RULES | {"decoupled_diloco": shared.decoupled_diloco})[rule]()
+    return agn_optax.exchange_every(INNER, made, PERIOD, fragments=fragments, **options)
 
 
 @functools.cache
@@ -71,6 +70,7 @@ def steps_of(params, count=STEPS, **options):
         *((rule, "float32", AT_ONCE) for rule in RULES),
         *((rule, "bfloat16", AT_ONCE) for rule in ("agn", "easgd_rho")),
         ("diloco", "float32", ONE),
+        ("decoupled_diloco", "float32", AT_ONCE),
     ],
 )
 def test_14_all_fragments_at_once_equal_no_fragments(rule, dtype, fragments):

@@ -1,0 +1,91 @@
+"""Decoupled DiLoCo: the rule and the mode that belong together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import optax
+
+from agn_optax._internal import check
+from agn_optax.center._modes import Synchronous
+from agn_optax.round import Fragments
+from agn_optax.rules import Rule
+from agn_optax.rules import decoupled_diloco as decoupled_rule
+from agn_optax.rules.codecs import Codec
+
+
+class DecoupledDiloco(NamedTuple):
+    """The settings of a run; made by `decoupled_diloco`."""
+
+    rule: Rule  # of the center and of all workers
+    mode: Synchronous  # of the center, and of each shard
+    fragments: Fragments  # of all workers
+
+
+def decoupled_diloco(
+    fragments: Fragments,
+    *,
+    quorum: int,
+    center: optax.GradientTransformation | None = None,
+    codec: Codec | None = None,
+    slack_share: float = 1.0,
+    sync_time: float = 0.0,
+    grace: float = 0.0,
+) -> DecoupledDiloco:
+    r"""Return the rule, mode and fragments of Decoupled DiLoCo.
+
+    .. math::
+        w_i = t_i^2 / s_i; \qquad m_p = \text{radial}_{i \in M_p}(a_p - x_{i,p}; w_i);
+        \qquad c_p' = c_p + \text{center}(m_p)
+
+    Each fragment :math:`p` has rounds of its own. A round ends when all workers have
+    sent the fragment, or a quorum of them has, once the grace period is over:
+    :math:`M_p` are the workers whose messages are there. The messages of slower workers
+    count in the next round. The grace period is the slack of the fastest worker: its
+    ``fragments.delay`` local steps, less the time of a synchronization. Give workers
+    a ``patience`` of a period, so that those that missed a round do not wait for the
+    next one.
+
+    Args:
+      fragments: the parts of the parameters that are exchanged in turns. Without a
+        ``delay`` there is no slack, and the grace period is ``grace``.
+      quorum: number of messages that end a round once the grace period is over.
+      center: the outer optimizer; see `agn_optax.rules.decoupled_diloco`.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
+      slack_share: fraction of the slack that the grace period takes, in [0, 1].
+      sync_time: seconds of the slack that the answer needs to reach the workers.
+      grace: grace period in seconds until the speed of a worker is known.
+
+    Returns:
+      The rule, the mode and the fragments.
+
+    Raises:
+      InvalidArgumentError: an argument is out of range.
+      InvalidTypeError: ``fragments`` or ``center`` has another type.
+
+    Example:
+      >>> import agn_optax
+      >>> fragments = agn_optax.Fragments(4, delay=5)
+      >>> run = agn_optax.center.decoupled_diloco(fragments, quorum=3)
+      >>> print(run.rule.combine, run.mode.quorum, run.mode.slack_steps)
+      radial 3 5
+
+    References:
+      Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
+      Pre-training*, 2026. Abstract and summaries were read; the grace period is that
+      of `Synchronous`, and the weights follow public implementations.
+    """
+    such_as = "an agn_optax.Fragments, such as Fragments(4, delay=5)"
+    check.instance(fragments, Fragments, f"fragments must be {such_as}")
+    return DecoupledDiloco(
+        decoupled_rule(center, codec=codec),
+        Synchronous(
+            quorum=quorum,
+            grace=grace,
+            slack_steps=fragments.delay or None,
+            slack_share=slack_share,
+            sync_time=sync_time,
+        ),
+        fragments,
+    )
