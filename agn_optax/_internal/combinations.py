@@ -48,6 +48,23 @@ COMBINATIONS = {
         "a fragment has None in place of the other leaves, so the optimizer cannot "
         "begin with it. Give masks and labels as functions of the parameters"
     ),
+    ("fragments of random elements", "a rule that is not elementwise"): (
+        "a fragment has elements of every leaf, without their places in it. Take an "
+        "optimizer that reads one element at a time, or leave `seed` out, so that "
+        "fragments have whole leaves. If yours work element by element, say so: "
+        "`agn_optax.elementwise(optimizer)` or `Rule(elementwise=True)`"
+    ),
+    (
+        "fragments of random elements",
+        "a worker that encodes the whole model",
+    ): (
+        "its message cannot be divided among the fragments. Give the worker the same "
+        "fragments, or the rule a codec that sends one array for each leaf"
+    ),
+    ("fragments of random elements", "a worker of several processes"): (
+        "a process has rows of a leaf and no single elements. Leave `seed` out, so "
+        "that fragments have whole leaves"
+    ),
     ("fragments with a delay", "a placement"): (
         "a message in flight needs one center, whole on every device"
     ),

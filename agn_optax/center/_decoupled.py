@@ -9,9 +9,8 @@ import optax
 from agn_optax._internal import check
 from agn_optax.center._modes import Synchronous
 from agn_optax.round import Fragments
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, codecs
 from agn_optax.rules import decoupled_diloco as decoupled_rule
-from agn_optax.rules.codecs import Codec
 
 
 class DecoupledDiloco(NamedTuple):
@@ -27,7 +26,7 @@ def decoupled_diloco(
     *,
     quorum: int,
     center: optax.GradientTransformation | None = None,
-    codec: Codec | None = None,
+    codec: codecs.Codec | None = None,
     slack_share: float = 1.0,
     sync_time: float = 0.0,
     grace: float = 0.0,

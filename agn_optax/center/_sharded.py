@@ -213,6 +213,15 @@ class ShardedCenter:
             its parts match those of the shards.
         """
         self.known_parts()
+        fragments = self.fragments
+        if fragments is not None and fragments.seed is not None:
+            sent = jax.tree.structure(self._message_like)
+            if sent != jax.tree.structure(self._model):
+                combinations.reject(
+                    "fragments of random elements",
+                    "a worker that encodes the whole model",
+                    f"{fragments}, codec {self.rule.codec}",
+                )
         check.same_tree(contribution, self._message_like, "contribution", "center")
         check.same_kinds(contribution, self._message_like, "contribution")
         # A contribution has a tree of arrays in place of each leaf of the center.

@@ -7,6 +7,7 @@ Nothing is computed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from agn_optax._internal import combinations
 from agn_optax.round import _round
-from agn_optax.rules import Reads, Rule, parts_of, widest
+from agn_optax.rules import Reads, Rule, codecs, parts_of, widest
 
 PyTree = Any
 
@@ -84,6 +85,16 @@ def is_uniform(rule: Rule, params: PyTree) -> bool:
         _log.debug("not done: a center in two arrays, because of %s", unfit)
         return False
     return rule.combine_reads == "element" and () not in _shapes(params)
+
+
+def reads_more_than_elements(rule: Rule) -> str | None:
+    """Return the first part of a rule that reads more than one element, or None.
+
+    The codec may read more.
+    """
+    if rule.combine_reads != "element":
+        return f"rule {rule.name!r} with {rule.combine}"
+    return _wider(dataclasses.replace(rule, codec=codecs.identity()), "element")
 
 
 def _wider(rule: Rule, allowed: Reads, *, of_center: bool = False) -> str | None:

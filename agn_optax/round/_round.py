@@ -166,7 +166,8 @@ def local_step_of_parts(
     """
     cut = zip(parts.cut(grads), states, parts.cut(params), centers, strict=True)
     recorded = [_record(rule, *part, layout) for part in cut]
-    grads = _parts.join([grads for grads, _ in recorded])
+    if rule.penalty is not None:  # else they are unchanged
+        grads = _parts.join([grads for grads, _ in recorded])
     updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
     states = [state for _, state in recorded]
     return optax.tree.cast_like(updates, params), inner_state, states

@@ -89,6 +89,7 @@ FRAGMENTS = {
     "whole": None,
     "fragments": agn_optax.Fragments(2),
     "delayed": agn_optax.Fragments(2, delay=1, mixing=0.25),
+    "random": agn_optax.Fragments(2, seed=1),
 }
 # The largest distance to the minimum after this many rounds.
 ROUNDS = 50
@@ -397,6 +398,8 @@ def rejection(rule, codec, place, dtype, fragments):
     outside = ("embedded", "overlapping", "served", "in shards")
     if rule.startswith("easgd") and CODECS[codec].of_differences:
         return "must send all elements"
+    if fragments == "random" and rule in (*ACROSS, "decoupled"):
+        return "fragments of random elements and"
     if rule in IN_ROUNDS and place in outside:
         return "one by one"
     if fragments == "delayed":
