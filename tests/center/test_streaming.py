@@ -514,9 +514,11 @@ def test_whole_model_is_read_and_exchanged_in_random_elements():
     params, state = worker.start(PARAMS)
     moved = jax.tree.map(lambda x: x + 1, params)
     adopted, _ = worker.exchange(moved, state)
-    assert_close(adopted, moved)
+    assert_close(adopted, jax.tree.map(lambda x: x + 1, PARAMS))
     encoded = shards(shared.downpour(codec=QUANTIZED), fragments=RANDOM)
     worker = worker_of(encoded, fragments=None, inner=shared.sgd(0.1), period=1)
-    params, state = worker.start(PARAMS)
+    with pytest.raises(errors.InvalidArgumentError, match="a center in shards and"):
+        worker.start(PARAMS)
+    params, state = worker.start()
     with pytest.raises(errors.InvalidArgumentError, match="encodes the whole model"):
         worker.exchange(params, state)
