@@ -215,8 +215,8 @@ class ShardedCenter:
         self.known_parts()
         fragments = self.fragments
         if fragments is not None and fragments.seed is not None:
-            sent = jax.tree.structure(self._message_like)
-            if sent != jax.tree.structure(self._model):
+            sent: Any = jax.tree.structure(self._message_like)
+            if bool(sent != jax.tree.structure(self._model)):
                 combinations.reject(
                     "fragments of random elements",
                     "a worker that encodes the whole model",

@@ -348,8 +348,8 @@ class Store:
             for contribution, each in zip(contributions, counted, strict=True):
                 total = programs.weigh(total, contribution, before.params, *each)
         else:
-            each = list(map(_on_device, counts.weights))
-            total = programs.combine(contributions, before.params, counted, each)
+            relative = list(map(_on_device, counts.weights))
+            total = programs.combine(contributions, before.params, counted, relative)
         mean_steps = round(sum(steps) / count)
         combined = Submission(0, total, before.number, mean_steps, counts.mean_weight)
         extra = _extra(before.number, 0, combined, workers, -1)

@@ -43,7 +43,7 @@ class Elements(NamedTuple):
         return f"elements({', '.join(fields)})"
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """The number of elements."""
         return self._rows + (self._column_of_rest() < self._rest)
 
@@ -57,9 +57,9 @@ class Elements(NamedTuple):
         return math.prod(self.shape) % self.parts
 
     def take(self, leaf: Any) -> Any:
-        """Return the elements of a leaf as [count], also of an abstract one."""
+        """Return the elements of a leaf as [size], also of an abstract one."""
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((self.count,), leaf.dtype)
+            return jax.ShapeDtypeStruct((self.size,), leaf.dtype)
         xp = _module_of(leaf)
         leaf = xp.asarray(leaf)
         flat, end = leaf.reshape(-1), self._rows * self.parts
@@ -112,8 +112,9 @@ def named(node: Any) -> Elements | None:
     found = _NAME.fullmatch(name) if isinstance(name, str) else None
     if found is None:
         return None
-    *numbers, shape = found.groups()
-    return Elements(*map(int, numbers), tuple(map(int, re.findall(r"\d+", shape))))
+    leaf, part, parts, seed = map(int, found.groups()[:4])
+    shape = tuple(map(int, re.findall(r"\d+", found[5])))
+    return Elements(leaf, part, parts, seed, shape)
 
 
 def join(nodes: list[Mapping[str, Any]]) -> Any:

@@ -19,7 +19,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
 from agn_optax.round import _elements
-from agn_optax.round._elements import Elements
+from agn_optax.round._elements import Elements as Elements
 
 PyTree = Any
 
@@ -153,7 +153,7 @@ def of_random_elements(tree: PyTree, count: int, seed: int) -> Parts:
             continue
         for part in range(count):
             elements = Elements(leaf, part, count, seed, shape)
-            if elements.count:
+            if elements.size:
                 parts[part].append(Piece(leaf, elements))
     return Parts(map(tuple, parts))
 
