@@ -396,6 +396,25 @@ def exchange_every(
       ...     params = optax.apply_updates(params, updates)
       >>> print(params, agn_optax.center_params(state))
       [0.5] [0.5]
+
+      DES-LOC: parameters are averaged every 10 steps, Adam's first moments every 30,
+      and its second moments every 60.
+
+      >>> tx = agn_optax.exchange_every(
+      ...     optax.adam(1e-3),
+      ...     agn_optax.rules.average(),
+      ...     period=10,
+      ...     axis_name="workers",
+      ...     moments={"mu": 3, "nu": 6},
+      ... )
+
+    References:
+      Alex Iacob et al., *DES-LOC: Desynced Low Communication Adaptive Optimizers for
+      Training Foundation Models*, 2025 (the abstract, and its equations in a summary by
+      others, were read: means are taken before a step, here after the step before it).
+
+      Ziheng Cheng, Margalit Glasgow, *Convergence of Distributed Adaptive Optimization
+      with Local Updates*, 2024 (Local Adam: all periods are those of the parameters).
     """
     period_of = _period.as_schedule(period)
     split = phases(

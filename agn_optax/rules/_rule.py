@@ -560,10 +560,11 @@ def moments(*, codec: Codec | None = None) -> Rule:
 
     It is for workers whose parameters are fields of the states of inner optimizers
     (`agn_optax.moments_of`), in rounds. Workers send the values themselves, and all
-    messages count alike. So the mean of values that are never negative, as Adam's
-    second moments, is never negative. With displacements, as in `average`, rounding
-    errors could make it so, and Adam's next step would not be finite. Values that
-    change while a message is in flight are replaced, too.
+    messages count alike, whatever their weight. So the mean of values that are never
+    negative, such as Adam's second moments, is never negative. With displacements, as
+    in `average`, a rounding error could make it negative, and Adam's next step would
+    not be finite. For the same reason a worker does not add its changes since a message
+    to the answer of this message.
 
     Args:
       codec: how contributions are encoded, one of `agn_optax.codecs` that sends all
@@ -571,8 +572,7 @@ def moments(*, codec: Codec | None = None) -> Rule:
 
     Returns:
       The rule, for a center with ``mode=Synchronous()``. A center that takes messages
-      one by one has no means: it rejects this rule. Use `easgd` there, which moves
-      values and center towards each other.
+      one by one has no rounds, and rejects this rule.
 
     Raises:
       InvalidArgumentError: the codec leaves out elements.
@@ -585,7 +585,7 @@ def moments(*, codec: Codec | None = None) -> Rule:
 
     References:
       Alex Iacob et al., *DES-LOC: Desynced Low Communication Adaptive Optimizers for
-      Training Foundation Models*, 2025.
+      Training Foundation Models*, 2025 (see `exchange_every`).
     """
 
     def mean(messages: PyTree, total: Any) -> PyTree:
