@@ -136,6 +136,7 @@ def test_launch_ignores_the_cluster(file):
     assert "train.py" in succeeds("launch", "--dry-run", str(file))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -341,6 +341,7 @@ def test_schedules_that_cannot_be_executed_are_rejected(schedule, message):
         execute(schedule())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
