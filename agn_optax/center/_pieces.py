@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from agn_optax._internal import combinations
-from agn_optax.round import parts
+from agn_optax.round import Elements, parts
 
 PyTree = Any
 
@@ -141,7 +141,7 @@ def _inside(
     """
     places: dict[int, tuple[int, slice | None]] = {}
     for i, piece in enumerate(pieces):
-        if isinstance(piece.rows, parts.Elements):
+        if isinstance(piece.rows, Elements):
             combinations.reject(
                 "fragments of random elements",
                 "a worker of several processes",

@@ -19,7 +19,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
 from agn_optax.round import _elements
-from agn_optax.round._elements import Elements as Elements
+from agn_optax.round._elements import Elements
 
 PyTree = Any
 

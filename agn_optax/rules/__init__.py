@@ -51,6 +51,7 @@ from agn_optax.rules._rule import (
     downpour,
     dynsgd,
     easgd,
+    moments,
 )
 from agn_optax.rules._rule import check_rule as check_rule
 from agn_optax.rules._rule import discounted as discounted
@@ -74,4 +75,5 @@ __all__ = [
     "downpour",
     "dynsgd",
     "easgd",
+    "moments",
 ]
