@@ -101,17 +101,18 @@ def grads_workers(grads):
 def over_vmap(made, grads=GRADS, weights=None, **options):
     tx = agn_optax.exchange_every(INNER, made, PERIOD, axis_name="workers", **options)
 
-    def run(params, grads, weight):
+    def run(params, grads, given):
         def body(carry, grads):
             params, state = carry
-            updates, state = tx.update(grads, state, params, weight=weight)
+            updates, state = tx.update(grads, state, params, **given)
             return (optax.apply_updates(params, updates), state), ()
 
         (_, state), _ = jax.lax.scan(body, (params, tx.init(params)), grads)
         return agn_optax.center_params(state)
 
     run = jax.jit(jax.vmap(run, in_axes=(None, 1, 0), axis_name="workers"))
-    return jax.tree.map(lambda c: c[0], run(PARAMS, grads, weights))
+    given = {} if weights is None else {"weight": weights}
+    return jax.tree.map(lambda c: c[0], run(PARAMS, grads, given))
 
 
 def train(worker, grads, weight=None):
