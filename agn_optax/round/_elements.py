@@ -71,7 +71,12 @@ class Elements(NamedTuple):
         return found
 
     def join(self, arrays: Mapping[int, Any]) -> Any:
-        """Return the leaf from the results of `take` for all parts, by part."""
+        """Return the leaf from the results of `take` for all parts, by part.
+
+        They may have leading axes, such as one for the workers of a mesh.
+        """
+        if jnp.ndim(next(iter(arrays.values()))) > 1:
+            return jax.vmap(self.join)(dict(arrays))
         xp, rows, pieces = _module_of(*arrays.values()), self._rows, []
         if rows:
             table = xp.stack([arrays[p][:rows] for p in range(self.parts)], axis=1)
