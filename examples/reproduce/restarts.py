@@ -208,7 +208,7 @@ def compare_ranges(report: Report, options: Any) -> None:
     """Train all pairs of rates and momenta, with restarts and without."""
     periods, restarts = (PERIODS, RESTARTS)
     if options.quick:
-        periods, restarts = (80,), (None, EVERY)
+        periods, restarts = (20,), (None, EVERY)
     loss, data, excess = regression(options.seeds)
     etas, momenta = (
         np.asarray(each).ravel() for each in np.meshgrid(ETAS, MOMENTA, indexing="ij")

@@ -18,7 +18,7 @@ def test_restarts_widen_the_range_of_momenta_but_not_of_learning_rates(tmp_path)
     found = json.loads((tmp_path / "restarts.json").read_text())
     momenta, rates, modes = found["claims"]
     assert modes["verdict"] == "reproduced"
-    assert momenta["verdict"] in ("reproduced", "in part")
+    assert momenta["verdict"] == "reproduced"
     assert rates["verdict"] == "not reproduced"
     never, restarted = (row[2:] for row in found["tables"][0]["rows"])
     median = 1
@@ -28,14 +28,14 @@ def test_restarts_widen_the_range_of_momenta_but_not_of_learning_rates(tmp_path)
 
 
 def test_a_mode_becomes_smaller_up_to_the_limit():
-    """With momentum 1 it does so only with restarts."""
+    """With a momentum above 1, small modes do so only with restarts."""
     for momentum, every in ((0.9, None), (0.9, 10), (1.02, 10)):
         limit = restarts.largest(momentum, every)
         assert 1.2 < limit < 1.4
-        for below in (0.1, 0.5, limit - 0.01):
+        for below in (0.01, 0.1, 0.5, limit - 0.01):
             assert restarts.contraction(below, momentum, every) < 1
         assert restarts.contraction(limit + 0.01, momentum, every) > 1
-    assert restarts.contraction(0.1, 1.02, None) > 1
+    assert restarts.contraction(0.01, 1.02, None) > 1
 
 
 def test_pairs_do_not_disturb_each_other():
