@@ -14,7 +14,6 @@ from agn_optax._internal import Notice, Thresholds
 from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
-from agn_optax.center._decoupled import DecoupledDiloco, decoupled_diloco
 from agn_optax.center._inspector import LOOK_INTERVAL as LOOK_INTERVAL
 from agn_optax.center._ledger import Batch as Batch
 from agn_optax.center._ledger import Ledger as Ledger
@@ -37,6 +36,12 @@ from agn_optax.center._pieces import outside as outside
 from agn_optax.center._pieces import region_of as region_of
 from agn_optax.center._pieces import shares_of as shares_of
 from agn_optax.center._pieces import uncovered as uncovered
+from agn_optax.center._presets import (
+    DecoupledDiloco,
+    Ringmaster,
+    decoupled_diloco,
+    ringmaster,
+)
 from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session, WorkerSession
 from agn_optax.center._recent import Recent as Recent
@@ -78,6 +83,7 @@ __all__ = [
     "LocalCenter",
     "MessageLimits",
     "Notice",
+    "Ringmaster",
     "Session",
     "Snapshot",
     "Submission",
@@ -86,4 +92,5 @@ __all__ = [
     "Transfer",
     "WorkerSession",
     "decoupled_diloco",
+    "ringmaster",
 ]

@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: the rule and the mode that belong together."""
+"""Methods that are a rule and the mode of its center together."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import optax
 
 from agn_optax._internal import check
-from agn_optax.center._modes import Synchronous
+from agn_optax.center._modes import BoundedStaleness, Synchronous
 from agn_optax.round import Fragments
-from agn_optax.rules import Rule, codecs
+from agn_optax.rules import Rule, codecs, downpour
 from agn_optax.rules import decoupled_diloco as decoupled_rule
 
 
@@ -88,3 +88,52 @@ def decoupled_diloco(
         ),
         fragments,
     )
+
+
+class Ringmaster(NamedTuple):
+    """The settings of a run; made by `ringmaster`."""
+
+    rule: Rule  # of the center and of all workers
+    mode: BoundedStaleness  # of the center
+
+
+def ringmaster(threshold: int, *, codec: codecs.Codec | None = None) -> Ringmaster:
+    r"""Return the rule and mode of Ringmaster ASGD.
+
+    .. math::
+        c_{k+1} = c_k - \gamma\, \nabla f(c_{k - \delta}; \xi)
+        \quad\text{if } \delta < R, \text{ else the gradient is dropped}
+
+    A gradient has the delay :math:`\delta` if the center made so many steps since its
+    worker adopted :math:`c_{k-\delta}`. Workers have ``period=1`` and ``optax.sgd``
+    with the learning rate :math:`\gamma`, and data that is alike.
+
+    Args:
+      threshold: the smallest delay that is dropped, :math:`R`, at least 1. With the
+        variance :math:`\sigma^2` of a gradient, :math:`\max(1, \lceil \sigma^2 /
+        \varepsilon \rceil)` reaches a squared norm of the gradient of
+        :math:`\varepsilon` in a time that is optimal up to a constant factor. Begin
+        with the number of workers if these numbers are not known.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
+
+    Returns:
+      The rule and the mode.
+
+    Raises:
+      InvalidArgumentError: the threshold is below 1.
+      InvalidTypeError: the threshold is not an int.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax
+      >>> run = agn_optax.center.ringmaster(8)
+      >>> print(run.rule.name, run.mode.versions)
+      downpour 7
+      >>> center = agn_optax.LocalCenter(run.rule, jnp.ones(2), mode=run.mode)
+
+    References:
+      Artavazd Maranjyan, Alexander Tyurin, Peter Richtárik, *Ringmaster ASGD: The First
+      Asynchronous SGD with Optimal Time Complexity*, 2025.
+    """
+    check.whole_number(threshold, "threshold", least=1, optional=False)
+    return Ringmaster(downpour(codec=codec), BoundedStaleness(versions=threshold - 1))
