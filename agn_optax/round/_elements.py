@@ -71,17 +71,23 @@ class Elements(NamedTuple):
         return found
 
     def join(self, arrays: Mapping[int, Any]) -> Any:
-        """Return the leaf from the results of `take` for all parts, by part."""
+        """Return the leaf from the results of `take` for all parts, by part.
+
+        All may have further axes in front, such as those of workers.
+        """
         xp, rows, pieces = _module_of(*arrays.values()), self._rows, []
+        axes = next(iter(arrays.values())).shape[:-1]
         if rows:
-            table = xp.stack([arrays[p][:rows] for p in range(self.parts)], axis=1)
+            table = xp.stack([arrays[p][..., :rows] for p in range(self.parts)], -1)
             columns = xp.arange(self.parts, dtype=xp.int32)
             columns = (columns - self._offsets(xp)[:, None]) % self.parts
-            pieces.append(xp.take_along_axis(table, columns, 1).reshape(-1))
+            columns = columns.reshape(*(1 for _ in axes), rows, self.parts)
+            flat = xp.take_along_axis(table, columns, -1)
+            pieces.append(flat.reshape(*axes, rows * self.parts))
         for column in range(self._rest):
             part = (column - self._offset_of(rows, np)) % self.parts
-            pieces.append(arrays[part][rows:])
-        return xp.concatenate(pieces).reshape(self.shape)
+            pieces.append(arrays[part][..., rows:])
+        return xp.concatenate(pieces, -1).reshape((*axes, *self.shape))
 
     def _column_of_rest(self) -> int:
         """Return this part's column in the last row, which is not full."""

@@ -398,10 +398,10 @@ def rejection(rule, codec, place, dtype, fragments):
     outside = ("embedded", "overlapping", "served", "in shards")
     if rule.startswith("easgd") and CODECS[codec].of_differences:
         return "must send all elements"
-    if fragments == "random" and rule in (*ACROSS, "decoupled"):
-        return "fragments of random elements and"
     if rule in IN_ROUNDS and place in outside:
         return "one by one"
+    if fragments == "random" and rule in (*ACROSS, "decoupled"):
+        return "fragments of random elements and"
     if fragments == "delayed":
         if place in ("shards of towers", "in pairs"):
             return "a message in flight needs one center"
