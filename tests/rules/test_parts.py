@@ -65,6 +65,14 @@ def test_random_elements_are_the_same_in_programs_and_of_abstract_arrays():
     assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, pieces)
 
 
+def test_random_elements_of_several_workers_are_joined():
+    tree = arrays([(5, 7), (3,), ()])
+    parts = rounds.parts.of_random_elements(tree, 4, 3)
+    workers = jax.tree.map(lambda x: np.stack([x, -x]), tree)
+    each = jax.vmap(parts.cut)(workers)
+    assert_identical(rounds.parts.join(each), jax.tree.map(jnp.asarray, workers))
+
+
 def test_seeds_choose_other_elements_evenly_over_rows():
     leaf = np.arange(40000.0)
     first, second = (
