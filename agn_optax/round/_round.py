@@ -526,6 +526,8 @@ def apply(
       The new center, and the new state of the center optimizer.
     """
     updates, center_state = descend(rule, message, center, center_state, extra_args)
+    if rule.replaces:
+        return overwrite(center, updates), center_state
     return optax.apply_updates(center, updates), center_state
 
 

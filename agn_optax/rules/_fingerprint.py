@@ -26,8 +26,11 @@ Fingerprint = Mapping[str, Any]
 
 # The parts that workers run; a center may have others for the same contributions.
 _AT_WORKERS = {"contribution", "encoding", "adopt", "penalty", "adopts", "codec"}
-_AT_WORKERS |= {"needs_params", "needs_anchor"}
-SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor", "codec")
+_AT_WORKERS |= {"needs_params", "needs_anchor", "replaces"}
+SETTINGS = (
+    *("name", "combine", "adopts", "replaces"),
+    *("needs_params", "needs_anchor", "codec"),
+)
 
 
 @functools.lru_cache(maxsize=32)

@@ -23,7 +23,7 @@ from agn_optax.rules._combinators import (
     per_step,
     scale_by_staleness,
 )
-from agn_optax.rules._declared import Reads, elementwise
+from agn_optax.rules._declared import Reads
 from agn_optax.rules.codecs import Codec, check_codec, identity
 from agn_optax.rules.robust import Combine, radial
 
@@ -93,8 +93,10 @@ class Rule:
         replaces the parameters by the center.
       adopts: which center the worker adopts: the one ``"before"`` or the one
         ``"after"`` its own message.
-      keeps_progress: whether a worker keeps the local steps that it made while its
-        message was in flight, because of ``overlap`` or a lost center.
+      replaces: whether messages are values and not moves. Then the result of the center
+        optimizer replaces the center, to which it is otherwise added; and an answer
+        replaces a worker's parameters, even if it has made local steps since its
+        message (because of ``overlap`` or a lost center).
       needs_params: whether ``contribution`` reads the worker's parameters. If not, it
         gets None for them, and the drop-in form is faster.
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor. If not,
@@ -142,7 +144,7 @@ class Rule:
     weight: Callable[[Any, Any], Any] | None = None
     adopt: Callable[[PyTree, PyTree], PyTree] | None = None
     adopts: Literal["before", "after"] = "after"
-    keeps_progress: bool = True
+    replaces: bool = False
     needs_params: bool = True
     needs_anchor: bool = True
     codec: Codec = dataclasses.field(default_factory=identity)
@@ -632,11 +634,11 @@ def moments(*, codec: Codec | None = None) -> Rule:
 
     It is for workers whose parameters are fields of the states of inner optimizers
     (`agn_optax.moments_of`), in rounds. Workers send the values themselves, and all
-    messages count alike, whatever their weight. So the mean of values that are never
-    negative, such as Adam's second moments, is never negative. With displacements, as
-    in `average`, a rounding error could make it negative, and Adam's next step would
-    not be finite. For the same reason a worker does not add its changes since a message
-    to the answer of this message.
+    messages count alike, whatever their weight. So the center is exactly their mean.
+    With displacements, as in `average`, it has rounding errors of the size of the
+    earlier center. Adam's second moments, which may have become much smaller since,
+    could be negative, and Adam's next step would not be finite. For the same reason a
+    worker does not add its changes since a message to the answer of this message.
 
     Args:
       codec: how contributions are encoded, one of `agn_optax.codecs` that sends all
@@ -665,12 +667,12 @@ def moments(*, codec: Codec | None = None) -> Rule:
 
     return Rule(
         name="moments",
-        center=elementwise(optax.stateless(optax.tree.sub)),
+        center=optax.identity(),
         contribution=_Parameters(),
         message=lambda contribution, c: contribution,
         discount=optax.identity(),  # values count in full, however old
         combine=Combine(mean, name="mean of all"),
-        keeps_progress=False,
+        replaces=True,
         needs_anchor=False,
         codec=codec or identity(),
         elementwise=True,
