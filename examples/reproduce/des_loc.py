@@ -131,7 +131,7 @@ def measure_toy(report: Report, seeds: int, exchanges: int) -> dict[str, list[fl
     axes.legend()
     report.table(
         f"Toy problem: largest distance to the optimum in the last {LAST} of "
-        f"{exchanges} exchanges, by learning rate:",
+        f"{exchanges} exchanges, by learning rate",
         ["moments", *(f"rate {rate:g}" for rate in RATES)],
         rows,
     )
@@ -195,7 +195,7 @@ def measure_model(report: Report, seeds: int, exchanges: int) -> dict[str, list[
     axes.legend(fontsize="small")
     report.table(
         f"Character model, {WORKERS} workers, {exchanges} exchanges of {PERIOD} steps: "
-        "held-out loss at the end:",
+        "held-out loss at the end",
         ["rule", "moments", "numbers sent per parameter and exchange", "loss"],
         rows,
     )
