@@ -1,0 +1,322 @@
+"""Asynchronous local SGD: delayed Nesterov and dynamic local updates (DyLU).
+
+Bo Liu, Rachita Chhaparia, Arthur Douillard, Satyen Kale, Andrei A. Rusu, Jiajun Shen,
+Arthur Szlam, Marc'Aurelio Ranzato, *Asynchronous Local-SGD Training for Language
+Modeling*, 2024, arXiv:2401.09135.
+
+Four workers of speeds 1, 2, 4 and 8 go on with training a small language model, after
+steps of one worker alone that all runs of a seed share. All methods make the same
+number of local steps in total, so that they see the same number of characters:
+
+    synchronous       rounds of all four workers; Nesterov momentum at the center
+    naive             messages one by one, each with a quarter of the learning rate
+    no momentum       the same without momentum
+    delayed Nesterov  momentum changes with every fourth message
+    DyLU              naive, but slow workers make fewer local steps in a round
+    both              delayed Nesterov and DyLU
+
+Each method has the best of four learning rates of the center, chosen in shorter runs
+of one seed. The program runs on the virtual clock, and takes about 5 minutes of one
+core. The source has models of 20 to 150 million parameters, and trains for longer; here
+the model has 65,536.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import language
+import numpy as np
+import optax
+from report import Report, arguments, spread
+
+import agn_optax
+from agn_optax import rules, simulate
+from agn_optax.center import Asynchronous, Synchronous
+
+SPEEDS = (1.0, 2.0, 4.0, 8.0)  # local steps per simulated second
+WORKERS, PERIOD = len(SPEEDS), 24
+BEFORE = 20  # rounds of one worker alone, before the methods begin
+FACTORS = (1.0, 0.5, 0.25, 0.125)  # of the learning rates at the center
+CLUSTER = simulate.Cluster(
+    workers=WORKERS, speed=[simulate.Fixed(1 / speed) for speed in SPEEDS]
+)
+INNER = optax.adamw(3e-3)
+DYLU = agn_optax.dynamic_period(PERIOD, first=PERIOD // 8)
+
+
+@functools.cache  # programs are kept for the same object
+def waiting(factor: float) -> rules.Rule:
+    """Return Nesterov momentum for rounds."""
+    return rules.diloco(optax.sgd(0.7 * factor, momentum=0.9, nesterov=True))
+
+
+@functools.cache
+def naive(factor: float) -> rules.Rule:
+    """Return Nesterov momentum for single messages."""
+    rate = 0.7 * factor / WORKERS
+    return rules.diloco(optax.sgd(rate, momentum=0.9, nesterov=True))
+
+
+@functools.cache
+def plain(factor: float) -> rules.Rule:
+    """Return the rule without momentum."""
+    return rules.diloco(optax.sgd(factor / WORKERS))
+
+
+@functools.cache
+def delayed(factor: float) -> rules.Rule:
+    """Return delayed Nesterov momentum."""
+    optimizer = agn_optax.delayed_nesterov(0.7 * factor, 0.9, delay=WORKERS)
+    return rules.diloco(optimizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A rule, and when workers exchange."""
+
+    name: str
+    rule_of: Callable[[float], rules.Rule]  # factor of the learning rate -> rule
+    period: Any = PERIOD
+    waits: bool = False  # whether the center works in rounds of all workers
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that say when workers exchange."""
+        mode = Synchronous() if self.waits else Asynchronous()
+        return {"cluster": CLUSTER, "period": self.period, "mode": mode}
+
+
+METHODS = (
+    Method("synchronous", waiting, waits=True),
+    Method("naive", naive),
+    Method("no momentum", plain),
+    Method("delayed Nesterov", delayed),
+    Method("DyLU", naive, DYLU),
+    Method("both", delayed, DYLU),
+)
+STYLES = (
+    ("#000000", "--"),
+    ("#D55E00", "-"),
+    ("#999999", "-"),
+    ("#0072B2", "-."),
+    ("#E69F00", "-"),
+    ("#009E73", "-"),
+)
+WHY_NOT_ALL = (
+    "a run is short (the center moves as often as in 20 rounds of all workers), and "
+    "the model small"
+)
+BATCHES = language.Batches()
+
+
+@functools.cache
+def messages(method: Method, steps: int) -> int:
+    """Return the number of messages that have a number of local steps in total."""
+    most = steps // 3  # with DyLU the slowest worker makes 3 steps in a round
+    planned = simulate.schedule(**method.settings, exchanges=most)
+    total = np.cumsum(planned.steps[planned.applied])
+    return int(np.searchsorted(total, steps)) + 1
+
+
+def first_params(seed: int) -> Any:
+    """Return the parameters after the steps of one worker alone."""
+    BATCHES.seed = seed + 1000
+    return simulate.run(
+        rules.average(),
+        INNER,
+        language.loss,
+        BATCHES,
+        language.init(seed),
+        cluster=simulate.Cluster(workers=1, speed=simulate.Fixed(1.0)),
+        period=PERIOD,
+        exchanges=BEFORE,
+        exact=True,
+    ).params
+
+
+def train(
+    method: Method, factor: float, steps: int, params: Any, seed: int
+) -> simulate.Traces:
+    """Return the traces of a run with a number of local steps."""
+    BATCHES.seed = seed
+    exchanges = messages(method, steps)
+    versions = exchanges // WORKERS if method.waits else exchanges
+    return simulate.run(
+        method.rule_of(factor),
+        INNER,
+        language.loss,
+        BATCHES,
+        params,
+        **method.settings,
+        exchanges=exchanges,
+        seed=seed,
+        evaluate=language.held_out_loss,
+        every=max(1, versions // 12),
+        exact=True,
+    )
+
+
+def last_loss(traces: simulate.Traces) -> float:
+    """Return the loss on held-out characters at the end of a run."""
+    return float(language.held_out_loss(traces.params))
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """The runs of a method with its best learning rate, one for each seed."""
+
+    factor: float
+    traces: list[simulate.Traces]
+
+    @functools.cached_property
+    def losses(self) -> np.ndarray:
+        """The last losses."""
+        return np.array([last_loss(each) for each in self.traces])
+
+    @functools.cached_property
+    def seconds(self) -> np.ndarray:
+        """The simulated seconds of each run."""
+        return np.array([each.seconds[-1] for each in self.traces])
+
+    def seconds_until(self, losses: np.ndarray) -> list[float]:
+        """Return the seconds until a loss for each seed, infinity if never."""
+        found = []
+        for traces, loss in zip(self.traces, losses, strict=True):
+            reached = traces.evaluation_seconds[traces.evaluations <= loss]
+            found.append(reached[0] if reached.size else math.inf)
+        return found
+
+
+def claim(report: Report, runs: dict[str, Runs]) -> None:
+    """Add the claims."""
+    losses = {name: each.losses for name, each in runs.items()}
+    in_rounds, first = losses["synchronous"], losses["naive"]
+    gap = first - in_rounds
+    closed = {name: (first - each) / gap for name, each in losses.items()}
+    report.claim(
+        "Naive asynchronous local SGD ends worse than synchronous local SGD, although "
+        "it changes the center more often",
+        "perplexity 44.27 against 41.35",
+        f"loss higher by {spread(gap)} nats per character",
+        "reproduced" if gap.min() > 0 else "not reproduced",
+        "" if gap.min() > 0 else "the naive method is not worse with each seed",
+    )
+    share = f"{spread(100 * closed['both'], 0)} % of the gap"
+    middle = np.median(closed["both"])
+    report.claim(
+        "Delayed Nesterov with DyLU closes the gap to synchronous training",
+        "perplexity 41.13 against 41.35: 108 % of the gap",
+        share,
+        "reproduced"
+        if middle >= 0.9
+        else "in part"
+        if middle > 0
+        else "not reproduced",
+        "" if middle >= 0.9 else WHY_NOT_ALL,
+    )
+    alone = [closed["delayed Nesterov"], closed["DyLU"]]
+    helps = all(np.median(each) > 0 for each in alone)
+    best = all(np.median(closed["both"]) > np.median(each) for each in alone)
+    report.claim(
+        "Both together close more of the gap than delayed Nesterov or DyLU alone",
+        "the method of the source is both together",
+        f"{spread(100 * alone[0], 0)} % by delayed Nesterov alone, "
+        f"{spread(100 * alone[1], 0)} % by DyLU alone, and {share} by both",
+        "reproduced" if helps and best else "in part" if helps else "not reproduced",
+        "" if helps and best else "see the table: the order is another one here",
+    )
+    faster = runs["synchronous"].seconds / runs["both"].seconds
+    until = np.array(runs["both"].seconds_until(in_rounds))
+    reached = np.isfinite(until)
+    report.claim(
+        "Asynchronous training needs much less time",
+        "not given as one number",
+        f"the same local steps take {spread(1 / faster, 2)} of the simulated time; "
+        f"{reached.sum()} of {len(until)} runs of both methods together reach the last "
+        "loss of synchronous training within these steps",
+        "reproduced" if reached.all() else "in part",
+        "" if reached.all() else "the steps are made sooner, but the loss is higher",
+    )
+
+
+def draw(report: Report, runs: dict[str, Runs]) -> None:
+    """Draw the loss against local steps and against time, as means of the seeds."""
+    axes = report.figure.subplots(1, 2, sharey=True)
+    for (name, each), (color, style) in zip(runs.items(), STYLES, strict=True):
+        first = each.traces[0]
+        at = np.searchsorted(first.seconds, first.evaluation_seconds, "right") - 1
+        loss = np.mean([traces.evaluations for traces in each.traces], axis=0)
+        for axis, x in zip(
+            axes, (first.steps[at], first.evaluation_seconds), strict=True
+        ):
+            axis.plot(x, loss, style, color=color, label=name)
+    lowest = min(each.losses.min() for each in runs.values())
+    axes[0].set(
+        xlabel="local steps of all workers",
+        ylabel="held-out loss, nats",
+        ylim=(lowest - 0.02, lowest + 0.3),
+    )
+    axes[1].set(xlabel="simulated seconds")
+    axes[1].legend(fontsize="small")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Train with all methods, and report."""
+    options = arguments(__doc__, given, steps=1920, trial=480)
+    report = Report(
+        "async_local_sgd",
+        "Asynchronous local SGD: delayed Nesterov and DyLU",
+        "Bo Liu, Rachita Chhaparia, Arthur Douillard, Satyen Kale, Andrei A. Rusu, "
+        "Jiajun Shen, Arthur Szlam, Marc'Aurelio Ranzato, *Asynchronous Local-SGD "
+        "Training for Language Modeling*, 2024, arXiv:2401.09135",
+        options,
+    )
+    steps, trial = (960, 288) if options.quick else (options.steps, options.trial)
+    factors = FACTORS[1:3] if options.quick else FACTORS
+    seeds = range(options.seeds)
+    params = [first_params(seed) for seed in seeds]
+    tried: dict[str, list[float]] = {}
+    runs: dict[str, Runs] = {}
+    for method in METHODS:
+        found = [last_loss(train(method, f, trial, params[0], 0)) for f in factors]
+        best = factors[int(np.nanargmin(found))]
+        report.progress(f"{method.name}: factor {best} of {np.round(found, 3)}")
+        traces = [train(method, best, steps, params[seed], seed) for seed in seeds]
+        runs[method.name] = Runs(best, traces)
+        tried[method.name] = found
+        report.progress(f"{method.name}: {runs[method.name].losses}")
+    claim(report, runs)
+    gap = runs["naive"].losses - runs["synchronous"].losses
+    report.table(
+        f"Held-out loss, nats per character, after {steps} local steps of all workers",
+        ["method", "loss", "gap closed, %", "seconds", "messages", "staleness, mean"],
+        (
+            [
+                name,
+                spread(each.losses),
+                spread(100 * (runs["naive"].losses - each.losses) / gap, 0),
+                f"{each.seconds[0]:.0f}",
+                len(each.traces[0]),
+                f"{each.traces[0].staleness.mean():.1f}",
+            ]
+            for name, each in runs.items()
+        ),
+    )
+    report.table(
+        f"Loss of shorter runs of one seed ({trial} local steps), by the factor of the "
+        "learning rate at the center",
+        ["method", *map(str, factors)],
+        ([name, *(f"{loss:.3f}" for loss in found)] for name, found in tried.items()),
+    )
+    draw(report, runs)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
