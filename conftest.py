@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import signal
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 # Tests compile hundreds of tiny programs, many of them alike, and run each a few times.
@@ -65,7 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark combinations of a test's parameters as slow if they cover no new value.
 
     `make test` then runs just enough combinations of each test to cover every value of
-    every parameter, and `make slow` runs the others.
+    every parameter, and `make slow` runs the others. A test marked ``few(n)`` covers
+    only n: which of them differs from test to test, so that together such tests cover
+    every rule.
     """
     tests = collections.defaultdict(list)
     for item in items:
@@ -77,12 +80,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item: set(map(repr, item.callspec.params.items())) for item in combinations
         }
         seen: set[str] = set()
+        covering = []
         while values:
             best = max(values, key=lambda item: len(values[item] - seen))
             if values[best] <= seen:
                 break
             seen |= values.pop(best)
-        for item in values:
+            covering.append(best)
+        left = [*values]
+        if (few := covering[0].get_closest_marker("few")) is not None:
+            covering.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            left += covering[few.args[0] :]
+        for item in left:
             item.add_marker("slow")
 
 

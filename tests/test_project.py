@@ -142,6 +142,7 @@ def is_into_ops(path, name):
     return (path.relative_to(PACKAGE).as_posix(), name) in INTO_OPS
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_point_downwards(layer):
     allowed = LAYERS[layer] | {layer, "errors", "_version", "_signals"}
@@ -152,6 +153,7 @@ def test_imports_point_downwards(layer):
                 assert rest[0] in allowed, f"{path.name} imports {name}"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_of_other_layers_use_their_public_modules(layer):
     for path in files(layer):
@@ -313,6 +315,7 @@ def test_every_folder_is_a_layer():
     assert folders == {layer for layer in LAYERS if (PACKAGE / layer).is_dir()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layer_imports_only_jax_optax_and_its_extras(layer):
     known = {"agn_optax", "jax", "numpy", "optax", "__future__", *EXTRAS.get(layer, ())}

@@ -50,6 +50,7 @@ def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also
     return worker, (worker.exchanges - worker.dropped) * period
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "mode",
     [

@@ -50,6 +50,7 @@ def kept(request, tmp_path, monkeypatch):
     center.close()
 
 
+@pytest.mark.few(1)
 def test_every_bit_flip_in_a_file_is_detected(kept, caplog):
     caplog.set_level(logging.WARNING, "agn_optax")
     whole, reason = read(kept)

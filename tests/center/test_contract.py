@@ -59,6 +59,7 @@ def trained(kind, rule):
         return jax.tree.map(np.asarray, (loops, pulled.params)), answers
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [

@@ -382,6 +382,7 @@ class Exchanges(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("journals", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
@@ -542,6 +543,7 @@ def test_message_that_fails_to_apply_may_be_sent_again(monkeypatch):
     np.testing.assert_array_equal(core.snapshot().params, -2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [None, Synchronous()])
 def test_kept_error_holds_no_arrays_of_its_round(mode):
     def update(updates, state, params=None):

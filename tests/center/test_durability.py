@@ -98,6 +98,7 @@ def found(durability):
     return saved
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in RULES), ("agn", "bfloat16")]
 )
@@ -342,6 +343,7 @@ def restored(durability):
         keeper.close()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("damage", [removed, cut_off, zeroed, changed])
 def test_damaged_center_is_equal_or_rejected_or_gets_a_new_id(damage, worn, tmp_path):
     """Any damage gives the same state, an error, or a center with another id."""
@@ -409,6 +411,7 @@ def test_missing_records_before_a_journal_are_named(tmp_path, killed):
         kept(Journal(copy))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

@@ -496,6 +496,7 @@ def test_by_local_steps_is_rejected_outside_the_program():
     tx.update(params, tx.init(params), params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "around",
     [

@@ -23,6 +23,7 @@ def started(request):
     return center, worker, optax.apply_updates(params, updates), state
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [

@@ -106,6 +106,7 @@ def of_one_round(name, steps):
     return 1.0 if "agn" in name else float(steps)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", ["overlaps", "is lost"])
 @pytest.mark.parametrize("name", RULES)
 def test_message_is_that_of_its_round_and_does_not_change(name, how):
@@ -335,6 +336,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_repeated_call_counts_steps_and_weight_once(kind, tmp_path):
     """Every message has the same metadata as at a center without failures."""

@@ -109,6 +109,7 @@ def test_reader_of_the_docs_prints_a_run(name, read_tape):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("file", "position", "message"),
     [

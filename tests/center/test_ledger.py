@@ -510,6 +510,7 @@ def ledger_names(ledger):
     return ledger.state_to_save()["members"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_command_in_every_state(mode, monkeypatch):
     monkeypatch.setattr(_ledger, "_MAX_ENDED_SESSIONS", REMEMBERED)

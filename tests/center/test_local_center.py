@@ -80,6 +80,7 @@ def test_initial_params_are_copied():
     assert_identical(center.pull().params, tree())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_exchange_returns_the_version_that_the_rule_adopts(rule):
     center = agn_optax.LocalCenter(RULES[rule](), tree())

@@ -187,6 +187,7 @@ def local(worker):
     return step
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_worker_restarts_from_the_center_after_a_non_finite_message(rule, overlap):
@@ -401,6 +402,7 @@ def test_shards_apply_their_limits_separately():
 WHERE = ["around the worker's", "inside of the worker's"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", ["agn", "downpour", "easgd"])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("overlap", [False, True])

@@ -98,6 +98,7 @@ def test_norm_at_a_float16_center_is_limited_by_its_largest_number():
         takes(center, message)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_largest_messages_leave_center_and_optimizer_finite(name, dtype):
@@ -107,6 +108,7 @@ def test_largest_messages_leave_center_and_optimizer_finite(name, dtype):
         assert_applies(center, of_norm(1.0, dtype))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("combine", COMBINE_METHODS)
 def test_rounds_of_the_largest_messages_leave_the_optimizer_finite(combine, dtype):

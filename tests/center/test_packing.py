@@ -66,6 +66,7 @@ def everything(store):
     return jax.tree.map(np.asarray, store.save())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
@@ -79,6 +80,7 @@ def test_packed_center_is_equal_with_any_optimizer(optimizer, dtype):
     assert_identical(*map(everything, both))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_packed_center_is_equal_with_any_rule(name):
     both = stores(RULES[name](), arrays(0))
@@ -94,6 +96,7 @@ def test_packed_center_is_equal_with_any_rule(name):
     assert_identical(*map(everything, both))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_packed_center_is_equal_with_any_shapes(seed):
     rng = np.random.default_rng(seed)
@@ -112,6 +115,7 @@ def by_shape(params):
     return jax.tree.map(lambda leaf: "vector" if jnp.ndim(leaf) < 2 else "", params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -259,6 +263,7 @@ def test_worker_of_an_embedded_packed_center_gets_equal_numbers():
     assert_identical(*ends)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["agn", "easgd_rho", "diloco"])
 def test_law_7_holds_for_a_packed_server(name):
     ends = []

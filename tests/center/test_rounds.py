@@ -36,6 +36,7 @@ def store(rule, center):
     return Store(rule, center, None, None)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("rule", RULES)
 def test_round_equals_an_exchange_of_the_same_workers_on_a_mesh(rule, dtype):

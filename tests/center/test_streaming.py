@@ -87,6 +87,7 @@ def in_a_program(rule, params, targets, fragments):
     return loop
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RULES)
 def test_8_fragments_give_the_numbers_of_the_split_form(name):
     rule, params = RULES[name](), tree()
@@ -105,6 +106,7 @@ def test_8_fragments_give_the_numbers_of_the_split_form(name):
     assert_close(state.inner_state, loop[1].inner_state, tolerance=2e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "receive"),
     [
@@ -199,6 +201,7 @@ def test_interrupted_flush_is_continued(monkeypatch):
     assert_identical(params, center.pull().params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -315,6 +318,7 @@ def test_fragment_is_received_exactly_after_its_delay():
     assert seen == [*[(0, 0)] * 3, *[(1, 0)] * 2, *[(1, 1)] * 2, (2, 1)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("late", [{}, {"overlap": True}, {"delay": 1}], ids=repr)
 def test_all_fragments_take_turns_if_a_call_makes_a_whole_period(late):
     delay = late.get("delay", 0)

@@ -121,6 +121,7 @@ def test_exchange_within_a_period_returns_its_arguments():
     assert center.version == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rule", "donate"),
     [*[(rule, (0, 1)) for rule in RULES], ("agn", ()), ("easgd", ())],
@@ -152,6 +153,7 @@ def test_exchange_does_not_block_on_the_device(rule, donate):
     jax.block_until_ready(params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_loop_may_donate_params_and_state(rule):
     params = tree()
@@ -277,6 +279,7 @@ def test_due_is_true_when_the_next_call_exchanges():
     assert acted == [True, False, True, False, False, True]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", RULES)
 def test_late_response_keeps_local_progress(rule, dtype):

@@ -81,6 +81,7 @@ def test_orbax_alone_reads_a_checkpoint(saved):
     support.assert_identical(kept["params"]["scale"], center.pull().params["scale"])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("rule", "inner", "like", "error", "match"),
     [

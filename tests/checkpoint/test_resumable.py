@@ -144,6 +144,7 @@ def kill_while_writing_a_checkpoint(loop, monkeypatch):
     return before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("killed", "period"),
     [
@@ -354,6 +355,7 @@ def killed_at(place, loop, monkeypatch):
     return lambda sample: None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("place", "late"),
     [
@@ -446,6 +448,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("killed", ["then", "after it"])
 def test_flush_after_an_unacknowledged_fragment_is_resumed(
     killed, halved, tmp_path, monkeypatch
@@ -590,6 +593,7 @@ def test_close_leaves_the_hook_of_a_later_resumable(journaled, tmp_path):
     assert first.worker.before_send is None
 
 
+@pytest.mark.slow
 def test_checkpoint_is_loaded_onto_the_shardings_of_the_given_params(tmp_path):
     durability = agn_optax.center.Journal(tmp_path / "center")
     rule = shared.agn(shared.adam(0.1))

@@ -52,6 +52,7 @@ def flags(command):
         return [each for each in command.get_params(ctx) if getattr(each, "is_flag", 0)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["", *APP.commands])
 def test_flags_take_no_value(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # or long names are folded

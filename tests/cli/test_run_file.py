@@ -105,6 +105,7 @@ def test_options_may_come_before_or_after_the_file(here):
     assert "--barrier=1" in first
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -73,6 +73,7 @@ def served(monkeypatch):
     return served
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
@@ -123,6 +124,7 @@ def test_rule_is_made_by_name(options, rule, served):
     fingerprint.compare(fingerprint.fingerprint(made), rule, "here")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", rules.CENTER_OPTIMIZERS)
 def test_center_optimizers_accept_their_options(name, served):
     parameters = inspect.signature(rules.CENTER_OPTIMIZERS[name]).parameters
@@ -144,6 +146,7 @@ def test_center_optimizers_accept_their_options(name, served):
         assert f"needs --{option.replace('_', '-')}" in output
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -376,6 +379,7 @@ def test_serve_combines_a_round_with_krum(address):
     serve(address, rule, *options, then=exchange)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -446,6 +450,7 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
     assert descriptions[0].mode == "BoundedStaleness(versions=None, rounds=3)"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

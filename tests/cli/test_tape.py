@@ -212,6 +212,7 @@ def test_past_versions_are_evaluated_and_drawn(path, tmp_path):
     assert reply[-1]["numbers"]["norm"] == pytest.approx(norm)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -259,6 +260,7 @@ def test_center_continues_beside_the_options_of_its_rule(path):
         assert center.version == EXCHANGES
 
 
+@pytest.mark.slow
 def test_progress_is_shown_in_a_terminal_when_work_takes_long(path, monkeypatch):
     shown = io.StringIO()
     console = rich.console.Console(file=shown, force_terminal=True)

@@ -316,6 +316,7 @@ def test_arguments_of_commands_are_not_expanded():
     assert not re.search(r"(?<!\$)(\$\$)*\$\(", " ".join(command))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

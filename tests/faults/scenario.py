@@ -20,7 +20,7 @@ _MODES = (
     Synchronous(quorum=1, grace=0.2, late="drop"),
     Synchronous(quorum=1, grace=0.2, late="weighted"),
 )
-_JOURNALS = 0.5  # share of scenarios with a journal, which take three times as long
+_JOURNALS = 0.25  # share of scenarios with a journal, which take three times as long
 _DISK_FAULTS = ("before", "after", "after", "torn", "full")
 
 

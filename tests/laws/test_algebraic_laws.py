@@ -187,6 +187,7 @@ def split_form(rule, inners):
     return agn_optax.phases(inner, RULES[rule]())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rule", "inners", "dtype", "periods"),
     [
@@ -226,6 +227,7 @@ def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, pe
             assert_identical(params, state.center)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_8_embedded_center_gives_the_numbers_of_the_split_form(rule):
     params = tree()

@@ -219,6 +219,7 @@ def without_codec(place, rule):
     return params, center
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", RULES)
 @placements
 def test_11_lossless_codec_changes_nothing(place, rule):
@@ -327,6 +328,7 @@ def double(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
+@pytest.mark.few(3)
 @placements
 def test_13_sent_plus_residual_is_what_was_contributed(place):
     """All progress is contributed exactly once, also with overlap."""
@@ -348,6 +350,7 @@ def test_13_sent_plus_residual_is_what_was_contributed(place):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "codec",
@@ -387,6 +390,7 @@ def test_13_sent_plus_residual_is_exact_for_numbers_of_any_size(codec, dtype):
         )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )

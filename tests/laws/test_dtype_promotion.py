@@ -21,6 +21,7 @@ def strictly():
         yield
 
 
+@pytest.mark.few(3)
 @rules
 def test_drop_in_works_under_strict_promotion(rule):
     params = tree(DTYPE)
@@ -28,6 +29,7 @@ def test_drop_in_works_under_strict_promotion(rule):
     run(tx, params, feeds(params, 2))
 
 
+@pytest.mark.few(3)
 @rules
 def test_split_and_round_work_under_strict_promotion(rule):
     params = tree(DTYPE)

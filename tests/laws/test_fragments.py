@@ -65,6 +65,7 @@ def steps_of(params, count=STEPS, **options):
     return feeds(params, count, **options)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("rule", "dtype", "fragments"),
     [
@@ -310,6 +311,7 @@ def test_9_restored_state_continues_bit_for_bit(name):
     assert_identical(again, loop)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fragments", [AT_ONCE, TURNS])
 @pytest.mark.parametrize("codec", [codecs.quantize(4), codecs.sign()])
 def test_13_fragment_residual_is_what_its_codec_lost(codec, fragments):
@@ -628,6 +630,7 @@ def test_fragments_work_within_mask_and_chain():
     assert np.all(np.asarray(center["b"]) < 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "placement",
     [

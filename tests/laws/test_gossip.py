@@ -83,6 +83,7 @@ def with_numpy(targets, gossip, rate, momentum, period, combine="mean"):
     return x
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize(
     ("rule", "numbers"),
@@ -104,6 +105,7 @@ def test_gossip_matches_the_numpy_reference(rule, numbers, workers):
     assert int(state.exchanges[0]) == 6
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", ["agn", "average", "diloco", "downpour", "easgd"])
 @pytest.mark.parametrize("gossip", [0.3, 1.0])
 def test_gossip_of_two_workers_equals_a_common_center(rule, gossip):

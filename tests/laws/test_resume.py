@@ -44,6 +44,7 @@ def through_orbax(path, saved):
     return structure.unflatten([restored.get(str(i), x) for i, x in enumerate(leaves)])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DROP_INS)
 def test_restored_drop_in_continues_bit_for_bit(name, tmp_path):
     first = tree()
@@ -65,6 +66,7 @@ def test_restored_drop_in_continues_bit_for_bit(name, tmp_path):
         assert_identical(go_on(loop, range(stop, 8))[0], expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_restored_worker_and_center_continue_bit_for_bit(rule, tmp_path):
     first = tree()

@@ -197,12 +197,14 @@ def unpacked(states):
     return states[0] if len(states) == 1 else tuple(states)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RULES)
 def test_execution_of_each_rule_is_the_run_of_real_workers(name):
     planned = check_law(RULES[name]())
     assert planned.staleness.max() > 1
 
 
+@pytest.mark.slow
 def test_execution_of_ringleader_is_the_run_of_real_workers():
     """Its center optimizer gets the index of each message's worker."""
     outer = agn_optax.center_optimizers.ringleader(optax.sgd(0.5), workers=3)
@@ -217,6 +219,7 @@ def test_execution_with_overlap_is_the_run_of_real_workers(name):
     assert planned.steps_since.max() > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["agn", "average", "easgd"])
 def test_execution_in_rounds_is_the_run_of_real_workers(name):
     planned = check_law(RULES[name](), mode=Synchronous())
@@ -273,6 +276,7 @@ def limit(norm, **limits):
     return {"limits": Limits(messages=MessageLimits(norm=norm, **limits))}
 
 
+@pytest.mark.slow
 def test_rejections_for_a_norm_are_those_of_real_workers():
     planned = check_law(QUANTIZED, **limit(1.15))
     rejected = planned.outcome == Outcome.REJECTED
@@ -306,6 +310,7 @@ def test_worker_that_is_rejected_too_often_leaves_as_a_real_one():
     assert np.any(planned.sessions["event"] == simulate.SessionEvent.LEFT)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["agn", "diloco"])
 def test_fragments_are_exchanged_as_by_real_workers(name):
     planned = check_law(RULES[name](), fragments=Fragments(2), period=4)

@@ -49,6 +49,7 @@ def descend(tx, params, state):
     return optax.apply_updates(params, updates), state
 
 
+@pytest.mark.few(3)
 @cases
 def test_drop_in_preserves_leaves(kind, name):
     params = TREES[kind]
@@ -62,6 +63,7 @@ def test_drop_in_preserves_leaves(kind, name):
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, TREES[kind])
 
 
+@pytest.mark.few(3)
 @cases
 def test_worker_preserves_leaves(kind, name):
     center = agn_optax.LocalCenter(RULES[name](), TREES[kind])
@@ -74,6 +76,7 @@ def test_worker_preserves_leaves(kind, name):
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, TREES[kind])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DROP_INS)
 def test_frozen_subtrees_do_not_move(name):
     params = {"body": tree(), "head": jnp.ones(3), "steps": jnp.arange(2)}
@@ -111,6 +114,7 @@ def test_bfloat16_stays_bfloat16(rule):
     assert dtypes == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_float32_center_accumulates_steps_below_bfloat16_precision(rule):
     """Every form of a rule keeps steps that bfloat16 parameters would lose."""

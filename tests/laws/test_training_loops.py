@@ -127,6 +127,7 @@ FORMS = {
 } | {"overlapping": overlapping}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("form", FORMS)
 def test_loop_neither_compiles_nor_transfers_after_the_second_call(form, name):
@@ -140,6 +141,7 @@ def test_loop_neither_compiles_nor_transfers_after_the_second_call(form, name):
                 loop = call(loop)
 
 
+@pytest.mark.few(3)
 # The loop of an embedded center is tested in tests/center/test_worker.py; that of a
 # served center must wait for the device.
 @pytest.mark.parametrize(

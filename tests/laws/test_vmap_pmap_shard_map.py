@@ -89,6 +89,7 @@ def with_pmap(tx):
     return jax.pmap(make_loop(tx), axis_name="workers", in_axes=(0, 1), devices=devices)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DROP_INS)
 def test_vmap_shard_map_and_pmap_agree(name):
     params = stacked(tree())
@@ -98,6 +99,7 @@ def test_vmap_shard_map_and_pmap_agree(name):
     assert_close(with_pmap(make_tx(name))(params, targets), expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DROP_INS)
 def test_all_workers_have_the_same_center(name):
     params = stacked(tree())
@@ -107,6 +109,7 @@ def test_all_workers_have_the_same_center(name):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DROP_INS)
 def test_replicated_center_stays_replicated_in_shard_map_with_check_vma(name):
     """State enters shard_map with local parts per worker and one replicated center."""
@@ -152,6 +155,7 @@ def test_replicated_center_stays_replicated_in_shard_map_with_check_vma(name):
     assert_close(center, row(centers))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DROP_INS)
 def test_permuting_the_workers_permutes_the_results(name):
     params = stacked(tree())

@@ -22,6 +22,7 @@ import agn_optax
 from agn_optax import rules
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [n for n in RECORDS if n != ADAM])
 def test_replay_matches_the_recorded_trajectory(name):
     record = load(name)
@@ -177,6 +178,7 @@ class TestOriginalTests:
             assert (float(now["v0"]), float(now["v1"])) == central
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("period", [1, 4])
 def test_exchange_of_a_large_leaf_is_atomic(period):
     """The original applies sums for means and has torn reads with 1 M elements."""

@@ -47,6 +47,7 @@ PERIODS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("period", "error", "came"), PERIODS)
 def test_invalid_period_is_rejected(period, error, came):
     rule = rules.downpour()

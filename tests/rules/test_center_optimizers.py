@@ -62,6 +62,7 @@ def trained(tx, grads, params=None, **extra):
     return params, state
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
 def test_dtypes_are_kept_under_strict_promotion(name, dtype):
@@ -89,6 +90,7 @@ def test_dtypes_are_kept_under_strict_promotion(name, dtype):
         assert_identical(moved, params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ALL)
 def test_masked_leaves_have_no_state(name):
     tx = optax.masked(ALL[name](), {"a": True, "b": False})
@@ -98,6 +100,7 @@ def test_masked_leaves_have_no_state(name):
     assert not any(leaf.shape[-1:] == (5,) for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ALL)
 def test_restored_center_continues_bit_for_bit(name):
     messages = [{"w": g, "b": g[:2]} for g in GRADS[:5]]
@@ -120,6 +123,7 @@ def test_restored_center_continues_bit_for_bit(name):
     assert_identical(sent(again, range(3, 5)), whole)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ALL)
 def test_packed_center_is_equal_bit_for_bit_or_not_packed(name):
     rng = seeded()

@@ -98,6 +98,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("codec", "bits", "most"), TABLE, ids=lambda x: str(x)[:40])
 def test_codec_size_and_loss_match_the_table(codec, bits, most):
     tree = normal()
@@ -107,6 +108,7 @@ def test_codec_size_and_loss_match_the_table(codec, bits, most):
     assert 0 < lost(tree, read) < most
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize(
     "codec",
@@ -192,6 +194,7 @@ def test_top_k_keeps_the_largest_of_each_block():
 LOSING = [codec for codec, *_ in TABLE if codec.name != "cast(bfloat16)"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("codec", LOSING, ids=lambda x: str(x)[:40])
 def test_residual_stays_finite_after_non_finite_input(codec):
     codec = codecs.error_feedback(codec)

@@ -157,6 +157,7 @@ def reads_of(optimizer, trusting=False):
 CUTS = {"element": (rows, packed), "leaf": (leaves,), "tree": ()}
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", _declared.TABLE)
 def test_transformation_reads_no_more_than_the_table_says(name):
     tx = constructed(name)
@@ -312,6 +313,7 @@ CODECS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_codec_reads_no_more_than_it_says(codec):
     tree, other = numbers(0, "bcd"), numbers(1, "bcd")
@@ -463,6 +465,7 @@ def test_failed_exchange_by_groups_of_leaves_is_a_warning(monkeypatch, caplog):
     assert warning.startswith("not done: an exchange by groups of leaves (ValueError")
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", _declared.TABLE)
 def test_center_in_two_arrays_has_the_state_of_one_in_leaves(name):
     rule = shared.agn(constructed(name))

@@ -27,6 +27,7 @@ def trained(tx, dtype="float32"):
     return params, agn_optax.center_params(state)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", DROP_INS)
 def test_drop_in_is_equal_by_groups_and_whole(name, dtype, groups, monkeypatch):
@@ -38,6 +39,7 @@ def test_drop_in_is_equal_by_groups_and_whole(name, dtype, groups, monkeypatch):
     assert len(groups) == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", support.RULES)
 def test_exchange_is_equal_by_groups_and_whole(rule, groups, monkeypatch):
     params = support.tree()

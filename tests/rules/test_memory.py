@@ -42,6 +42,7 @@ def worker(inner, rule, params):
     return made.tx, *made.start()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("inner", ["sgd", "adam"])
 @pytest.mark.parametrize("form", [split, worker])

@@ -48,6 +48,7 @@ def exchanged(form, rule, params, center):
     return params, state.center
 
 
+@pytest.mark.few(3)
 @pairs
 @pytest.mark.parametrize("form", ["worker", "drop_in", "split"])
 def test_negligible_elastic_force_changes_nothing(form, dtype, center_dtype):
@@ -73,6 +74,7 @@ def test_elastic_exchange_preserves_the_sum_up_to_rounding(form, dtype, center_d
     assert (drift <= 0.6 * ulps).all()
 
 
+@pytest.mark.few(3)
 @pairs
 @pytest.mark.parametrize("form", ["worker", "split"])
 def test_elastic_force_larger_than_the_params_is_rounded_once(

@@ -53,6 +53,7 @@ RULES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_rule_that_moves_the_center_too_far_gets_another_one(name):
     rule, instead = RULES[name]

@@ -28,6 +28,7 @@ def between(targets, start, stop):
     return jax.tree.map(lambda f: f[start:stop], targets)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_drop_in_and_worker_exchange_at_the_same_steps(name):
     period, expected = SCHEDULES[name]
@@ -82,6 +83,7 @@ def test_invalid_schedule_value_raises_before_the_exchange():
     assert not params.is_deleted()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_work_under_strict_promotion(name):
     period, expected = SCHEDULES[name]

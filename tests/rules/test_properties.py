@@ -59,6 +59,7 @@ def test_drop_in_converges(name):
     assert_close(agn_optax.center_params(state), target, tolerance=1e-3)
 
 
+@pytest.mark.few(3)
 @drop_ins
 def test_ignores_unknown_extra_arguments(name):
     params = tree()
@@ -84,6 +85,7 @@ def test_passes_extra_arguments_to_the_inner_optimizer(name):
     assert seen == {"value": 7, "other": 8}
 
 
+@pytest.mark.few(3)
 @drop_ins
 @dtypes
 def test_does_not_recompile_on_the_second_call(name, dtype):
@@ -296,6 +298,7 @@ def test_state_fields_are_found_by_optax_tree_get(name):
         optax.tree.get(state, field)  # raises if a name occurs twice
 
 
+@pytest.mark.few(3)
 @drop_ins
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_params_and_state_can_both_be_donated(name):

@@ -62,6 +62,7 @@ def test_robust_functions_match_their_equations(count):
     assert_close(combined(keep, tree), krum_reference(tree, 1, 2), tolerance=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("count", range(1, 18))
 def test_in_order_sorts_any_number_of_messages(count):
     values = np.random.default_rng(count).integers(0, 9, (count, 200)).astype("f4")
@@ -69,6 +70,7 @@ def test_in_order_sorts_any_number_of_messages(count):
     np.testing.assert_array_equal(found, np.sort(values, axis=0))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bad", ARBITRARY)
 @every
 def test_one_arbitrary_message_stays_within_the_range_of_others(name, bad):
@@ -104,6 +106,7 @@ def test_robust_functions_are_close_to_the_mean_without_attack(name):
         assert np.sqrt(np.mean((found - mean) ** 2) if mean.size else 0.0) < most
 
 
+@pytest.mark.few(1)
 @every
 def test_robust_functions_ignore_the_order_of_workers(name):
     tree = messages(6)

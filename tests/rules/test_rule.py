@@ -103,6 +103,7 @@ def test_diloco_default_center_optimizer_is_that_of_the_paper():
     assert_close(state.center, center)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_anchor_is_stored_only_for_rules_that_need_it(name):
     rule, params = RULES[name](), tree()
@@ -118,6 +119,7 @@ def test_anchor_is_stored_only_for_rules_that_need_it(name):
     assert rule.needs_anchor == reads
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("center_dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
@@ -208,6 +210,7 @@ def momentum(rate, momentum):
     return rules.diloco(optax.sgd(rate, momentum=momentum, nesterov=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("other", "own", "named", "not_named"),
     [

@@ -153,6 +153,7 @@ def found(observer, name, worker):
     return [n for n in listed if (n["check"], n["worker"]) == (name, worker)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", PROVOKED)
 def test_misbehaviour_is_said_within_ten_exchanges_of_a_worker(case, caplog):
     name, worker, text, _, provoke, rule, settings = PROVOKED[case]
@@ -168,6 +169,7 @@ def test_misbehaviour_is_said_within_ten_exchanges_of_a_worker(case, caplog):
     assert any(worker in line for line in lines)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("side", ["below", "above", "off"])
 @pytest.mark.parametrize("case", PROVOKED)
 def test_threshold_decides_what_is_said(case, side, caplog):
@@ -193,6 +195,7 @@ def test_threshold_decides_what_is_said(case, side, caplog):
     assert bool(lines) == (side == "below")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("good", range(5))
 def test_center_that_stops_is_said_after_ten_versions(good):
     with watched() as (server, center, observer):
@@ -357,6 +360,7 @@ RULES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_is_said_of_workers_that_behave(name, caplog):
     rule, settings = RULES[name]

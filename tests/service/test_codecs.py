@@ -101,6 +101,7 @@ def test_law_12_results_are_identical_in_every_placement(place, codec, tmp_path)
         assert_identical((loop, center.pull().params), embedded(codec))
 
 
+@pytest.mark.few(1)
 def test_bytes_sent_are_those_of_the_codec(codec):
     with (
         service.serve(rule(codec), start()) as server,
@@ -140,6 +141,7 @@ def test_law_9_center_resumes_from_its_journal(codec, killed, tmp_path):
         assert_identical((again, center.pull().params), embedded(codec))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transport", PLACES[:3])
 def test_law_13_sent_plus_residual_equals_contributed(transport):
     """Also with overlap; with powers of two, so that sums are exact."""

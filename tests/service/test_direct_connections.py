@@ -112,6 +112,7 @@ def trained(transport, rule):
         return jax.tree.map(np.asarray, (params, state, pulled.params))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", ["agn", "easgd", "diloco", "average"])
 @pytest.mark.parametrize("other", [pytest.param("memory", marks=shares), "socket"])
 def test_every_transport_gives_identical_results(other, rule):
@@ -150,6 +151,7 @@ def test_tree_without_elements_is_exchanged(transport):
             )
 
 
+@pytest.mark.few(1)
 def test_answers_are_not_overwritten(transport):
     """Also if many are kept, and after many more exchanges."""
     with served(transport) as (_, center):
@@ -392,6 +394,7 @@ def test_failed_segment_is_made_by_a_later_exchange(monkeypatch, end):
             assert send(contribution) >= 2
 
 
+@pytest.mark.slow
 @shares
 def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
     """A process needs a free file descriptor to receive a segment."""
@@ -500,6 +503,7 @@ def test_watchdog_that_failed_to_start_starts_later(monkeypatch):
 # Choice of the transport.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_each_large_answer_is_one_consistent_version(transport, dtype):
     """Answers replace the messages while the center is updated in place."""
@@ -986,6 +990,7 @@ def hostile():
     }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", hostile())
 def test_hostile_frames_are_rejected(name):
     with served() as (server, center):
@@ -1117,6 +1122,7 @@ def test_message_changed_after_its_check_is_not_applied():
         np.testing.assert_array_equal(server.center.pull().params["w"], 0.0)
 
 
+@pytest.mark.slow
 @shares
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0,

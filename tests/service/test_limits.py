@@ -601,6 +601,7 @@ def send_acknowledge_first(center):
         peer.link.read_header()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "what",
     [

@@ -504,6 +504,7 @@ def test_stopped_server_and_client_leave_no_threads(transports):
             assert not thread.is_alive(), thread
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     (3, 12) <= sys.version_info < (3, 12, 2), reason="starts no threads at its end"
 )

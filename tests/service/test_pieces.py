@@ -114,6 +114,7 @@ def assert_known_elements(found, expected):
         np.testing.assert_array_equal(one[known], other[known])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rule", "codec", "transport"),
     [
@@ -260,6 +261,7 @@ def test_all_processes_get_one_version_while_others_move_the_center():
         assert server.center.version == worker.done + others
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["identity", "quantize"])
 def test_center_in_shards_gets_pieces_that_cross_its_parts(codec):
     """The first parameters come in pieces, too, and some leaves are cut to rows."""
@@ -307,6 +309,7 @@ def test_assembled_messages_are_replayed_from_the_journal(codec, sent, tmp_path)
 STEPS = ["joined", "sent", "completed", "answered", "acknowledged"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("step", STEPS)
 def test_lost_connection_moves_the_center_neither_early_nor_twice(step, transport):
@@ -366,6 +369,7 @@ def restarted(server, folder):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("step", STEPS[:-1])
 def test_killed_center_has_applied_a_message_as_a_whole_or_not_at_all(
     step, tmp_path, monkeypatch
@@ -845,6 +849,7 @@ def test_malformed_share_is_a_protocol_error(data, at, is_prefix):
         assert all(len(r.start) == len(r.shape) for r in (*share.owned, *share.wanted))
 
 
+@pytest.mark.slow
 def test_share_with_too_many_regions_is_rejected_before_they_take_memory():
     many = b"\0" * (_pieces._MAX_REGIONS + 1)  # as many regions without dimensions
     share = pb.Share(group="g", processes=1, owned=many)

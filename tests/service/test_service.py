@@ -765,6 +765,7 @@ def calls_that_are_kept():
     return sum(isinstance(each, _RPCState) for each in gc.get_objects())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["Describe", "Alive", "Leave", "Status", "Pull"])
 def test_malformed_request_is_rejected_and_released(serve, name):
     server, before = serve(), calls_that_are_kept()

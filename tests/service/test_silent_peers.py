@@ -76,6 +76,7 @@ def test_stopped_worker_is_given_up_after_its_lease(process, transport, mode):
         process.ask(do="leave")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("unread", ["grpc", "socket"])
 def test_worker_that_does_not_read_its_answer_blocks_no_others(unread, transport):
@@ -99,6 +100,7 @@ def test_worker_that_does_not_read_its_answer_blocks_no_others(unread, transport
         assert anna.collect(1, timeout=LIMIT).version == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_stop_ends_within_a_second_after_the_grace(process, transport):
     """Also if workers are stopped, or do not read their answers."""

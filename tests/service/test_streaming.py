@@ -87,6 +87,7 @@ def test_servers_hold_one_fragment_at_a_time(count):
         assert_identical(last.take(count - 1, params), last.take(count - 1, center))
 
 
+@pytest.mark.slow
 def test_worker_without_fragments_joins_if_connect_knows_them():
     rule, fragments = shared.average(), agn_optax.Fragments(2)
     with contextlib.ExitStack() as stack:

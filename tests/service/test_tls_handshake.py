@@ -90,6 +90,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_mismatch_of_tls_settings_raises_at_once(name, authority, other):
     there, tls, message = cases(authority, other)[name]
@@ -155,6 +156,7 @@ def test_bad_certificates_of_this_end_are_rejected(authority, tmp_path):
     assert service.tls(**mine._asdict()) == mine
 
 
+@pytest.mark.slow
 def test_grpc_logs_nothing_about_failed_handshakes(authority, other, tmp_path):
     """Neither at the center nor at its clients."""
     program = (

@@ -336,6 +336,7 @@ def test_residual_that_doubles_is_said_within_ten_exchanges(overlap, caplog):
     assert notice.text in caplog.text
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("codec", "times"),
     [
@@ -546,6 +547,7 @@ THRESHOLDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_threshold_of_a_worker_can_be_changed(name, caplog):
     provoke, reached, beyond = THRESHOLDS[name]

@@ -210,6 +210,7 @@ def test_tape_of_processes_is_simulated_bit_for_bit(tmp_path):
     assert failures["worker-2"] is None
 
 
+@pytest.mark.slow
 def test_tape_with_rejections_needs_the_limits_of_its_center(tmp_path):
     limits = Limits(messages=MessageLimits(steps=PERIOD))
     rule = agn_optax.rules.agn(optax.sgd(0.3), codec=BITS)
@@ -407,6 +408,7 @@ def plan(cluster=CLUSTER, rule=RULE, exchanges=40, **settings):
 FAST = ("asynchronous", "rounds", "limits")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in FAST else SLOW) for name in MODES],

@@ -29,6 +29,7 @@ from agn_optax.service import serve
 SIZE = 1000  # bytes of a journal, so that a snapshot follows every few exchanges
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_every_version_is_replayed_bit_for_bit(name, tmp_path):
     rule = RULES[name]()
@@ -186,6 +187,7 @@ def test_another_rule_is_an_error(segments):
         tape.read(path).replay(shared.agn(shared.adam(0.1)))
 
 
+@pytest.mark.slow
 def test_tape_is_read_while_its_center_writes_it(tmp_path):
     """Whatever is read is a run of the center so far, and no error."""
     with Recording(tmp_path, size=SIZE) as run:

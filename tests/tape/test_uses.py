@@ -294,6 +294,7 @@ def test_fork_is_compared_with_its_parent_from_its_beginning_on(tmp_path):
 # Forks.
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_fork_goes_on_as_the_recorded_center_did(name, tmp_path):
     """The same messages lead a fork to the same versions, bit for bit."""
@@ -418,6 +419,7 @@ def test_fork_at_a_missing_version_writes_nothing(tmp_path):
 # What-ifs.
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 def test_what_if_nothing_changes_repeats_the_run(name, tmp_path):
     rule = RULES[name]()

@@ -99,6 +99,7 @@ def test_hierarchical_reduction_sends_each_element_once_on_slow_links():
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("shapes", "options", "collectives"),
     [
@@ -204,6 +205,7 @@ def test_row_sparse_embedding_gradients_are_gathered(reduction):
     assert sent.bytes_sent < values.nbytes + rows.nbytes + 100 < dense[0].nbytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("towers", [1, 12])
 def test_reduced_sparse_rows_are_unique(towers):
     values, rows = embedding_gradient(np.random.default_rng(1), towers, 5, (50, 2))

@@ -87,6 +87,7 @@ def test_invalid_batches_are_rejected(batch, message):
         agn_optax.Towers(4).shard(batch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [1, 9, 15])
 def test_padding_does_not_change_the_gradient(rows):
     """The gradient is right even if a tower has fewer real rows or none."""

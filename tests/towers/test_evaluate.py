@@ -20,6 +20,7 @@ def metrics(params, batch):
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [[13], [8, 3], [1], [5, 5, 5, 1]])
 def test_evaluate_reduces_metrics_over_all_rows(rows):
     towers, params = agn_optax.Towers(), problem.params()

@@ -27,6 +27,7 @@ def scaled_step(tx):
     return step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["data parallel", "independent", "islands"])
 def test_one_bad_gradient_skips_the_step_on_every_tower(mode):
     """It is neither recorded nor counted, as if the batch did not exist."""

@@ -59,6 +59,7 @@ def test_sharded_center_gives_the_same_numbers(rule):
         assert towers.towers_agree((own, own_state))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", support.DROP_INS)
 def test_drop_in_accepts_a_placement(name):
     towers, params = agn_optax.Towers(2), {"w": jnp.zeros((4, 3))}
@@ -69,6 +70,7 @@ def test_drop_in_accepts_a_placement(name):
     support.assert_identical(towers.center_params(state), params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("axes", "memory"),
     [
@@ -431,6 +433,7 @@ def test_sharded_center_can_be_restored_on_other_numbers_of_towers(
     support.assert_identical(record, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("memory", support.MEMORIES)
 def test_restored_on_fewer_towers_continues_as_before(memory):
     """The next exchange continues with the state of the center optimizer."""

@@ -179,6 +179,7 @@ def compare_pieces(said, last, layout, name):
         np.testing.assert_array_equal(part, expected, err_msg=f"{name} {where}")
 
 
+@pytest.mark.slow
 def test_worker_of_two_processes_equals_one_of_one_process():
     check(2, "stacked", QUICK, by_pieces=False)
 
