@@ -227,7 +227,7 @@ def draw(report: Report, runs: dict[str, list[simulate.Traces]], steps: int) -> 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Train with all methods, and report."""
-    options = arguments(__doc__, given, steps=1280, trial=256)
+    options = arguments(__doc__, given, steps=960, trial=192)
     report = Report(
         "streaming_diloco",
         "DiLoCo and Streaming DiLoCo beside data-parallel training",
