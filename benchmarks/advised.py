@@ -37,7 +37,6 @@ import agn_optax
 from agn_optax import planning, service, simulate
 from docs.figures import advice
 
-STEP = 0.25  # s, of the median worker
 LINKS = "127.0.0.1"
 
 
@@ -54,11 +53,12 @@ class Case(NamedTuple):
     setting: advice.Setting
     steps: float  # local steps of the median worker in the time of the run
     kills: Sequence[Kill] = ()
+    step: float = 0.25  # s of the median worker
 
 
 CASES = {
     "five": Case(advice.Setting(5, 1.0, 1.5), 120.0),
-    "slow links": Case(advice.Setting(3, 20.0), 240.0),
+    "slow links": Case(advice.Setting(3, 20.0), 600.0, step=0.1),
     "kills": Case(
         advice.Setting(3, 1.0, 3.0, 1 / 180), 120.0, [Kill(1, 0.3), Kill(2, 0.6)]
     ),
@@ -100,11 +100,13 @@ def serve(case: Case, candidate: advice.Candidate, seed: int) -> list[str]:
         task().params(seed),
         address=f"{LINKS}:0",
         mode=advice.mode_of(candidate.method, setting.workers),
-        limits=service.Limits(max_workers=None, calls=None, lease=advice.LEASE * STEP),
+        limits=service.Limits(
+            max_workers=None, calls=None, lease=advice.LEASE * case.step
+        ),
     )
     _stack.callback(server.stop, grace=1.0)
     host, _, port = server.address.rpartition(":")
-    rate = 2 * advice.MESSAGE / (setting.exchange * STEP)
+    rate = 2 * advice.MESSAGE / (setting.exchange * case.step)
     addresses = []
     for _ in range(setting.workers):
         proxy = _stack.enter_context(Proxy(rate))
@@ -284,7 +286,7 @@ class Advised(Benchmark, quick="--only five --seeds 1 --scale 0.2"):
         """Return the loss of a run, and the mean steps of workers that live on."""
         workers = case.setting.workers
         parts = [
-            Part(candidate, workers, number, STEP * step)
+            Part(candidate, workers, number, case.step * step)
             for number, step in enumerate(advice.steps_of(case.setting))
         ]
         spares = [self.hire() for _ in case.kills]
@@ -294,7 +296,7 @@ class Advised(Benchmark, quick="--only five --seeds 1 --scale 0.2"):
         addresses = self.center.call(serve, case, candidate, seed)
         reality.all_of(self.crew, join, [*zip(parts, addresses, strict=True)])
         begin = time.monotonic() + 1.0
-        seconds = STEP * case.steps
+        seconds = case.step * case.steps
         end = begin + seconds
         loss = self.center.submit(loss_at, end)
         running = [
@@ -305,7 +307,7 @@ class Advised(Benchmark, quick="--only five --seeds 1 --scale 0.2"):
             at, number = begin + kill.at * seconds, kill.worker
             time.sleep(max(0.0, at - time.monotonic()))
             self.crew[number].kill()
-            later = time.monotonic() + STEP * advice.DOWN
+            later = time.monotonic() + case.step * advice.DOWN
             # Its local steps have other numbers than those of the dead process.
             running[number] = spare.submit(
                 join_and_work, part, addresses[number], later, end

@@ -13,10 +13,10 @@ of the center on held-out digits. They are chosen step by step:
 3. the best of each of these, and data parallel training, with three more seeds.
 
 With failures, step 1 has only the better half of the candidates without failures, and
-rounds with a quorum. With 32 workers it has only methods and periods that were among
-the best three with fewer workers and the same time of an exchange, and step 2 the best
-two of them. The table of step 3 belongs to the package, for
-`agn_optax.planning.advise`. A full run takes about ten minutes on one core.
+rounds with a quorum. With 32 workers it has instead the methods and periods that were
+among the best three with fewer workers in the same setting, and step 2 only the best of
+them. The table of step 3 belongs to the package, for `agn_optax.planning.advise`. A
+full run takes about six minutes of one core.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import matplotlib as mpl
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -58,9 +59,15 @@ HIDDEN, ROWS, STEPS, RATE = 32, 16, 1024, 1e-2
 NOISE, POOL = 0.5, 10_000  # standard deviation in pixels; images of noise
 MESSAGE = 4 * HIDDEN * (64 + 10)  # bytes, without a codec
 REPEATS = 4  # of a held-out image, with other noise
+_LINE = ("exchange", "spread", "failures")  # of the chart
 FULL = 8  # workers up to which all candidates are tried
 SEEDS = (1, 2, 3)  # of the last step
 FINALISTS = 3
+SHORTER = {
+    "adam at the inner rate, which is data parallel training": "data parallel training",
+    " times the inner rate": " x inner",
+    "Nesterov momentum": "momentum",
+}
 COLORS = {
     "agn": "#e8a29b",
     "average": "#9ed7de",
@@ -311,7 +318,7 @@ class Sweep:
         """Return the candidates that are tried with codecs and with overlap."""
         if setting.exchange < 1:
             return []
-        return self.finalists(setting)[: 2 if setting.workers > FULL else FINALISTS]
+        return self.finalists(setting)[: 1 if setting.workers > FULL else FINALISTS]
 
     def finalists(self, setting: Setting) -> list[Candidate]:
         """Return the best candidates of different rules or modes."""
@@ -336,7 +343,7 @@ class Sweep:
             good = {
                 candidate_of(**best)._replace(codec="none", overlap=False)
                 for cell in cells
-                if cell["exchange"] == setting.exchange
+                if all(cell[name] == getattr(setting, name) for name in _LINE)
                 for best in cell["best"]
             }
             return [one for one in candidates(setting) if one in good]
@@ -346,8 +353,11 @@ class Sweep:
         failing = [each for each in settings if each.failures]
         jobs: list[Job] = []
         for setting in failing:
-            known = self.best(setting._replace(failures=0.0))
-            chosen = known[: len(known) // 2] or first(setting)
+            chosen = first(setting)
+            if setting.workers <= FULL and (
+                known := self.best(setting._replace(failures=0.0))
+            ):
+                chosen = known[: len(known) // 2]
             quorums = [one for one in first(setting) if "quorum" in one.method]
             jobs += [(setting, one, 0) for one in (*chosen, *quorums)]
         self.run(jobs)
@@ -419,37 +429,41 @@ def candidate_of(
     return Candidate(method, period, codec, overlap)
 
 
-def draw(table: dict[str, Any], path: pathlib.Path) -> None:
+def draw(table: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     """Draw the best candidate of each setting, colored by its rule."""
-    figure = Figure(figsize=(8.6, 7.4), layout="constrained")
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "agn"})
+    figure = Figure(figsize=(8.6, 6.6), layout="constrained")
     axis = figure.subplots()
-    lines = [*itertools.product(EXCHANGES, SPREADS, FAILURES)]
+    rows = [*itertools.product(EXCHANGES, SPREADS, FAILURES)]
     cells = {tuple(cell[name] for name in Setting._fields): cell for cell in table}
-    for (y, line), (x, workers) in itertools.product(
-        enumerate(lines), enumerate(WORKERS)
+    for (y, row), (x, workers) in itertools.product(
+        enumerate(rows), enumerate(WORKERS)
     ):
-        cell = cells.get((workers, *line))
+        cell = cells.get((workers, *row))
         if cell is None:
             continue
         best = cell["best"][0]
-        bits = "" if best["codec"] == "none" else f", {best['codec']}"
-        overlap = ", overlap" if best["overlap"] else ""
+        details = [best["center"], best["codec"], "overlap" * best["overlap"]]
         low, high = best["loss"][1:]
-        text = (
-            f"{best['rule']}, {best['mode']}, period {best['period']}\n"
-            f"{best['center']}{bits}{overlap}\nloss {low:.2f} to {high:.2f}"
-        ).replace(" times the inner rate", " x inner")
+        lines = (
+            f"{best['rule']}, {best['mode']}, period {best['period']}",
+            ", ".join(each for each in details if each not in ("none", "")),
+            f"loss {low:.2f} to {high:.2f}",
+        )
+        text = "\n".join(line for line in lines if line)
+        for long, short in SHORTER.items():
+            text = text.replace(long, short)
         axis.barh(y, 0.97, 0.94, x - 0.485, color=COLORS[best["rule"]])
         axis.text(x, y, text, ha="center", va="center", fontsize=6.3)
     axis.set_xticks(range(len(WORKERS)), [f"{n} workers" for n in WORKERS])
-    axis.set_yticks(range(len(lines)), [_line(*line) for line in lines], fontsize=7)
+    axis.set_yticks(range(len(rows)), [_title(*row) for row in rows], fontsize=7)
     axis.tick_params(length=0, labeltop=True, labelbottom=False)
-    axis.invert_yaxis()
+    axis.set(xlim=(-0.5, len(WORKERS) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     axis.spines[:].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 
 
-def _line(exchange: float, spread: float, failures: float) -> str:
+def _title(exchange: float, spread: float, failures: float) -> str:
     speeds = "equal speeds" if spread == 1 else f"speeds 1 to {spread:g}"
     often = "failures" if failures else "no failures"
     return f"exchange {exchange:g} steps\n{speeds}, {often}"

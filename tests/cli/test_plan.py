@@ -204,6 +204,14 @@ def test_plan_gives_the_advice_of_the_nearest_simulated_setting():
     assert reply["nearest"]["workers"] == 8
 
 
+def test_planning_page_has_the_advice_of_its_command():
+    text = (DOCS / "planning.md").read_text().replace("\\\n", "")
+    command, printed = re.search(
+        r"## Advice.*?agn-optax (plan .*?)```.*?```text\n(.*?)```", text, re.DOTALL
+    ).groups()
+    assert printed in succeeds(*shlex.split(command))
+
+
 def test_plan_says_what_is_outside_of_the_simulated_range():
     output = succeeds(*PLAN, "--workers=8", "--rule=diloco")
     assert "Outside of the simulated range: exchange 416, not 0.1 to 100." in output

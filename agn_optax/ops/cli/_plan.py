@@ -163,7 +163,9 @@ def _advice_as_dict(advice: Advice) -> dict[str, Any]:
 def _advice_text(advice: Advice) -> str:
     """Return advice as lines, with where it comes from."""
     near, asked = advice.nearest, advice.asked
-    often = f"{near.failures:g} failures a step" if near.failures else "no failures"
+    often = "no failures"
+    if near.failures:
+        often = f"a failure in {1 / near.failures:g} steps"
     setting = (
         f"{near.workers} workers, an exchange as long as {near.exchange:g} steps, "
         f"speeds 1 to {near.spread:g}, {often}"
