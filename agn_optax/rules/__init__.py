@@ -46,10 +46,12 @@ from agn_optax.rules._rule import (
     agn,
     agn_window,
     average,
+    decoupled_diloco,
     diloco,
     downpour,
     dynsgd,
     easgd,
+    moments,
 )
 from agn_optax.rules._rule import check_rule as check_rule
 from agn_optax.rules._rule import discounted as discounted
@@ -68,8 +70,10 @@ __all__ = [
     "agn",
     "agn_window",
     "average",
+    "decoupled_diloco",
     "diloco",
     "downpour",
     "dynsgd",
     "easgd",
+    "moments",
 ]
