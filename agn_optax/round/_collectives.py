@@ -98,6 +98,8 @@ def gather(x: jax.Array, axes: Axes, *, same: bool = False) -> jax.Array:
     axes = _axes_to_reduce(axes, x)
     if not axes:
         return x
+    if not len(x):  # XLA gathers no empty dimension
+        return jnp.zeros_like(x) if same else x
     to = "invarying" if same and is_checked(axes) else "varying"
     gathered = jax.lax.all_gather(_narrow(x), axes, axis=0, tiled=True, to=to)
     return _as(gathered, x.dtype)

@@ -400,6 +400,9 @@ def factors_of_round(
       steps: local steps of each message, positive.
       decays: factor of each message for its staleness, ignored if the rule discounts
         messages itself.
+
+    Raises:
+      InvalidArgumentError: the rule makes a weight that is not positive and finite.
     """
     count = len(weights)
     factors = [1.0] * count if rule.discount else list(decays)
@@ -411,6 +414,9 @@ def factors_of_round(
         1.0 if (weight := counted_weight(rule, *each)) is None else float(weight)
         for each in zip(weights, steps, strict=True)
     ]
+    for weight in counted:
+        what = f"the result of the weight of rule {rule.name!r}"
+        check.rate(weight, what, low=0.0, high=math.inf, low_open=True)
     middle = math.fsum(counted) / count
     relative = [weight / middle for weight in counted]
     if not rule.is_summed:
@@ -817,7 +823,8 @@ def _send(
         weight = jnp.asarray(weight, float)
         mean_weight = layout.mean_over_participants(weight, state.exchanges)
         center_args["weight"] = mean_weight
-    counted = counted_weight(rule, weight, local.local_steps)
+    steps = jnp.maximum(local.local_steps, 1)  # no steps count as 1, as at a center
+    counted = counted_weight(rule, weight, steps)
     if rule.is_weighted and counted is not None:
         if rule.weight is not None:
             counted = jnp.asarray(counted, float)

@@ -145,7 +145,8 @@ def _penalty(rule: Rule) -> PyTree:
 def _weight(rule: Rule) -> PyTree:
     if rule.weight is None:
         return ()
-    return [jnp.asarray(rule.weight(weight, 2.0)) for weight in (2.0, 3.0)]
+    probes = (2.0, 2.0), (3.0, 2.0), (3.0, 5.0)
+    return [jnp.asarray(rule.weight(*probe)) for probe in probes]
 
 
 def _center(rule: Rule) -> PyTree:

@@ -88,7 +88,8 @@ class Rule:
       weight: ``(weight, steps) -> weight``, by which a mean or a weighted `Combine`
         counts a message instead of the weight that its worker gave: from that weight,
         or the number of local steps if it gave none, and the local steps. All are
-        scalars, of Python or of JAX. None counts the given weight, 1 without one.
+        positive scalars, of Python or of JAX. None counts the given weight, 1 without
+        one.
       adopt: ``(params, center) -> params``, how a worker adopts the center. None
         replaces the parameters by the center.
       adopts: which center the worker adopts: the one ``"before"`` or the one

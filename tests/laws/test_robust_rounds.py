@@ -224,6 +224,35 @@ def test_messages_of_decoupled_diloco_count_by_tokens_in_every_placement(codec):
     assert_close(over_vmap(made), alike, tolerance=2e-6)
 
 
+def test_exchange_of_decoupled_diloco_without_local_steps_changes_nothing():
+    split = agn_optax.phases(INNER, rules.decoupled_diloco(optax.sgd(1.0)))
+    params, _ = split.exchange(PARAMS, split.init(PARAMS))
+    assert_identical(params, PARAMS)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, np.nan, np.inf])
+def test_center_names_a_rule_that_makes_an_invalid_weight(weight):
+    made = dataclasses.replace(
+        rules.average(), name="own", weight=lambda given, steps: weight
+    )
+    center = agn_optax.LocalCenter(made, PARAMS, mode=Synchronous())
+    worker = agn_optax.Worker(center, INNER, period=1)
+    params, state = worker.start()
+    with pytest.raises(errors.InvalidArgumentError, match=r"weight of rule 'own'.*got"):
+        worker.exchange(params, state)
+    assert_identical(center.pull().params, PARAMS)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_leaf_without_elements_is_combined_on_a_mesh(name):
+    mesh = agn_optax.Towers(WORKERS, workers=WORKERS)
+    split = agn_optax.phases(INNER, rule(name), axis_name="workers")
+    params = {"empty": jnp.zeros((0, 3)), "w": jnp.ones(2)}
+    state = mesh.create(lambda p: (p, split.init(p)), params)
+    moved, _ = mesh.apply(lambda s: split.exchange(*s))(state)
+    assert_identical(mesh.unreplicate(moved), params)
+
+
 @pytest.mark.parametrize("bad", [np.nan, 1e20, -np.inf])
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "radial"])
 def test_one_arbitrary_worker_keeps_the_center_in_the_range_of_others(name, bad):

@@ -211,6 +211,10 @@ def test_weight_is_compared_with_the_rule_of_the_center():
     print_ = rules.fingerprint(rules.decoupled_diloco())
     other = dataclasses.replace(rules.decoupled_diloco(), weight=lambda w, steps: w)
     assert rules.difference(print_, other).startswith("its weight turns")
+    given = dataclasses.replace(other, weight=lambda w, steps: 1.0 * w)
+    by_steps = dataclasses.replace(other, weight=lambda w, steps: w * steps / 2)
+    difference = rules.difference(rules.fingerprint(given), by_steps)
+    assert difference == ("its weight turns test values into [3], and here into [7.5]")
 
 
 @jax.jit
