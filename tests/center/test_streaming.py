@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import sessions, shared
+from helpers.pieces import row_shares
 from helpers.support import (
     assert_close,
     assert_identical,
@@ -22,6 +23,7 @@ from helpers.waiting import LIMIT, in_background
 import agn_optax
 from agn_optax import codecs, errors
 from agn_optax.center import Journal, ShardedCenter, Synchronous
+from agn_optax.worker._shardings import ParamShardings
 
 PERIOD = 4
 FRAGMENTS = agn_optax.Fragments(2)
@@ -505,6 +507,20 @@ def test_worker_with_another_seed_is_rejected_by_name():
     other = worker_of(center, fragments=agn_optax.Fragments(2, seed=6), name="other")
     with pytest.raises(errors.TreeMismatchError, match=r"seed=6.*seed=5"):
         other.start(PARAMS)
+
+
+def test_worker_of_several_processes_rejects_random_elements(monkeypatch):
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = jax.device_put({"w": jnp.ones((4, 2))}, rows)
+    worker = worker_of(shards(params=params, fragments=RANDOM), fragments=RANDOM)
+    monkeypatch.setattr(ParamShardings, "spans_processes", True)
+    rejected = r"random elements.*several processes"
+    with pytest.raises(errors.InvalidArgumentError, match=rejected):
+        worker.start(params)
+    share, *_ = row_shares(params, 2)  # of a worker that exchanges the whole model
+    with pytest.raises(errors.InvalidArgumentError, match=rejected):
+        share.cut(RANDOM.divide(params))
 
 
 def test_whole_model_is_read_and_exchanged_in_random_elements():
