@@ -21,7 +21,7 @@ steps.
 
 The source's models have 150 million to 15 billion parameters, and 2,200 runs tuned all
 settings. Here a model has 65,536, and only the learning rates of the local steps were
-tuned, by training without exchanges (`--tune 1`). Takes about eight minutes on one
+tuned, by training without exchanges (`--tune 1`). Takes about five minutes on one
 core.
 
     python examples/reproduce/muloco.py
