@@ -20,9 +20,11 @@ from agn_optax.round import (
     dynsgd,
     easgd,
     exchange_every,
+    moments_of,
     phases,
     scan_round,
     slots,
+    with_moments,
 )
 from agn_optax.rules import (
     accumulate,
@@ -85,6 +87,7 @@ __all__ = [
     "exchange_every",
     "loss_scale",
     "loss_scaling",
+    "moments_of",
     "normalize",
     "phases",
     "reduce_loss",
@@ -96,6 +99,7 @@ __all__ = [
     "scan_round",
     "slots",
     "towers",
+    "with_moments",
 ]
 
 

@@ -12,6 +12,7 @@
 - `_parts`: division of a tree into parts.
 - `_fragments`: which part is exchanged when.
 - `_elementwise`: checks that a rule may work on parts.
+- `_moments`: exchange of fields of the inner optimizer's state.
 - `_leafwise`: exchanges of a few leaves at a time, to save memory.
 - `_slots`: the names of the arrays that a state keeps for each parameter.
 
@@ -29,6 +30,8 @@ from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
 from agn_optax.round._fragments import Fragments as Fragments
 from agn_optax.round._fragments import FragmentsState as FragmentsState
+from agn_optax.round._moments import moments_of as moments_of
+from agn_optax.round._moments import with_moments as with_moments
 from agn_optax.round._optimizers import agn as agn
 from agn_optax.round._optimizers import agn_window as agn_window
 from agn_optax.round._optimizers import average as average

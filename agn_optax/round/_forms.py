@@ -32,6 +32,7 @@ from agn_optax.round import (
     _elementwise,
     _fragments,
     _leafwise,
+    _moments,
     _parts,
     _period,
     _round,
@@ -84,6 +85,7 @@ def phases(
     center_dtype: Any = None,
     placement: Placement | None = None,
     fragments: Fragments | None = None,
+    moments: _moments.Periods | None = None,
 ) -> Phases:
     """Make a rule's split form: two programs, for loops that count their steps.
 
@@ -103,6 +105,8 @@ def phases(
         every device.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`,
         which also tells when each is due; None exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too; see
+        `exchange_every`.
 
     Returns:
       An optax optimizer for the local phase, which can be used like any other (in a
@@ -145,6 +149,7 @@ def phases(
     _fragments.check_fragments(fragments)
     if fragments is not None:
         fragments.check(rule, layout)
+    moments = _moments.checked_periods(moments)
     # The center in the state serves as the anchor, except in three cases: workers adopt
     # the center as it was before the exchange; they adopt a rounded center; or the
     # penalty reads the whole center at every step, and a step cannot read it in the
@@ -193,6 +198,7 @@ def phases(
         else:
             state = _fragments.init_fragments(fragments, rule, inner, params, init_one)
             first = state.fragments[0]
+        _moments.check_fields(moments, _inner_state(state))
         if counts_exchanges(rule.center, center_arrays(first.center_state)):
             _log.warning(
                 "the center optimizer of rule %r has a schedule, which counts "
@@ -288,13 +294,20 @@ def phases(
             exchange_one, extra_args=extra_args, only_receives=receive is not None
         )
         moved: State
+        average = functools.partial(_moments.average, moments, layout)
         if isinstance(found, FragmentsState):
             assert fragments is not None
+            owners = _moments.owners(fragments.divide(params).cut(params))
             params, moved = _fragments.exchange_fragments(
                 fragments, exchange, params, found, indices
             )
+            inner_state = found.inner_state
+            for f in indices if receive is None else ():
+                exchanges = found.fragments[f].exchanges
+                inner_state = average(inner_state, exchanges, owns=owners[f])
+            moved = moved._replace(inner_state=inner_state)
         else:
-            inner_state = found.local.inner_state
+            inner_state = average(found.local.inner_state, found.exchanges)
             params, exchanged = exchange(params, with_inner(found, None))
             moved = with_inner(exchanged, inner_state)
         return params, trees.map_nodes(lambda _: moved, state, State)
@@ -311,6 +324,7 @@ def exchange_every(
     center_dtype: Any = None,
     placement: Placement | None = None,
     fragments: Fragments | None = None,
+    moments: _moments.Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Make a rule's drop-in form: an optax optimizer that exchanges periodically.
 
@@ -346,6 +360,15 @@ def exchange_every(
         every device.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, each
+        with its period :math:`k` in exchanges of the parameters, such as ``{"mu": 3,
+        "nu": 6}``: names of NamedTuple fields, anywhere in that state, with floating
+        arrays. At every k-th exchange a field becomes its plain mean over the workers
+        of the exchange, :math:`s_i \leftarrow \tfrac1n \sum_j s_j`, whatever the rule,
+        its codec and the ``weight`` of a worker are. With gossip, these workers are the
+        two partners. With fragments, the leaves of a field are exchanged with the
+        fragments of their parameters, and without delay. None keeps the inner
+        optimizer's state with its worker.
 
     Returns:
       An optax optimizer with `ExchangeState`, or with `FragmentsState`; updates have
@@ -373,6 +396,25 @@ def exchange_every(
       ...     params = optax.apply_updates(params, updates)
       >>> print(params, agn_optax.center_params(state))
       [0.5] [0.5]
+
+      DES-LOC: parameters are averaged every 10 steps, Adam's first moments every 30,
+      and its second moments every 60.
+
+      >>> tx = agn_optax.exchange_every(
+      ...     optax.adam(1e-3),
+      ...     agn_optax.rules.average(),
+      ...     period=10,
+      ...     axis_name="workers",
+      ...     moments={"mu": 3, "nu": 6},
+      ... )
+
+    References:
+      Alex Iacob et al., *DES-LOC: Desynced Low Communication Adaptive Optimizers for
+      Training Foundation Models*, 2025 (the abstract, and its equations in a summary by
+      others, were read: means are taken before a step, here after the step before it).
+
+      Ziheng Cheng, Margalit Glasgow, *Convergence of Distributed Adaptive Optimization
+      with Local Updates*, 2024 (Local Adam: all periods are those of the parameters).
     """
     period_of = _period.as_schedule(period)
     split = phases(
@@ -382,7 +424,9 @@ def exchange_every(
         center_dtype=center_dtype,
         placement=placement,
         fragments=fragments,
+        moments=moments,
     )
+    moments = _moments.checked_periods(moments)
     if fragments is not None and not check.is_traced(first := period_of(0)):
         fragments.check_period(int(first))
     mixing = 0.0 if fragments is None else fragments.mixing
@@ -471,19 +515,23 @@ def exchange_every(
         check.axis_bound(axis_name)
         updates, state = split.update(updates, state, params, **extra_args)
 
+        average = functools.partial(_moments.average, moments, layout)
         # A restored state may be on the device, also the parts that belong on the host.
         state = trees.map_nodes(to_host, state, OnHost)
         if isinstance(state, ExchangeState):
             steps = _period.steps_of(period_of(state.exchanges))
             due = state.local.local_steps >= steps
             inner_state, state = state.local.inner_state, with_inner(state, None)
+            inner_state = average(inner_state, state.exchanges, due)
             updates, state = exchange_one(due, updates, state, params, extra_args)
             return updates, with_inner(state, inner_state)
 
         assert fragments is not None
-        parts, moved = fragments.divide(params), []
+        parts, moved, inner_state = fragments.divide(params), [], state.inner_state
+        owners = _moments.owners(parts.cut(params))
         for p, fragment in enumerate(state.fragments):
             due = fragments.is_due(p, fragment, period_of)
+            inner_state = average(inner_state, fragment.exchanges, due, owners[p])
             part = parts.take(p, updates), fragment, parts.take(p, params), extra_args
             if fragment.in_flight is None:
                 moved.append(exchange_one(due, *part))
@@ -491,7 +539,8 @@ def exchange_every(
                 is_received = fragments.is_received(fragment, due)
                 moved.append(exchange_late(due, is_received, *part))
         updates = _parts.join([updates for updates, _ in moved])
-        return updates, state._replace(fragments=tuple(state for _, state in moved))
+        states = tuple(state for _, state in moved)
+        return updates, FragmentsState(inner_state, states)
 
     return optax.GradientTransformationExtraArgs(split.init, update_fn)
 
@@ -656,6 +705,12 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
         raise errors.TreeMismatchError(
             f"params and center are different trees: {error}"
         ) from error
+
+
+def _inner_state(state: State) -> PyTree:
+    if isinstance(state, ExchangeState):
+        return state.local.inner_state
+    return state.inner_state
 
 
 def _whole_center(state: State) -> PyTree:

@@ -10,6 +10,7 @@ from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.round._forms import exchange_every
 from agn_optax.round._fragments import Fragments
+from agn_optax.round._moments import Periods
 from agn_optax.round.placements import Placement
 from agn_optax.rules import codecs
 
@@ -29,6 +30,7 @@ def agn(
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
+    moments: Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization (TensorFlow's AGNOptimizer).
 
@@ -55,6 +57,8 @@ def agn(
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, with
+        their periods in exchanges; see `exchange_every`. None exchanges none.
 
     Returns:
       An optax optimizer with `ExchangeState`, or `FragmentsState`.
@@ -77,7 +81,9 @@ def agn(
     if center is None:
         center = rules.by_local_steps(inner)  # the learning rate of the local steps
     rule = rules.agn(center, record_dtype=record_dtype, codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
+    return _drop_in(
+        inner, rule, period, axis_name, center_dtype, placement, fragments, moments
+    )
 
 
 def agn_window(
@@ -89,6 +95,7 @@ def agn_window(
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
+    moments: Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""AGN in the paper's form: displacements divided by the period, without a record.
 
@@ -106,6 +113,8 @@ def agn_window(
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, with
+        their periods in exchanges; see `exchange_every`. None exchanges none.
 
     Returns:
       An optax optimizer with `ExchangeState`, or `FragmentsState`.
@@ -122,7 +131,9 @@ def agn_window(
       Normalization*, 2017.
     """
     rule = rules.agn_window(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
+    return _drop_in(
+        inner, rule, period, axis_name, center_dtype, placement, fragments, moments
+    )
 
 
 def downpour(
@@ -134,6 +145,7 @@ def downpour(
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
+    moments: Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DOWNPOUR: the whole displacement of every worker is added to the center.
 
@@ -151,6 +163,8 @@ def downpour(
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, with
+        their periods in exchanges; see `exchange_every`. None exchanges none.
 
     Returns:
       An optax optimizer with `ExchangeState`, or `FragmentsState`.
@@ -166,7 +180,9 @@ def downpour(
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
     rule = rules.downpour(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
+    return _drop_in(
+        inner, rule, period, axis_name, center_dtype, placement, fragments, moments
+    )
 
 
 def dynsgd(
@@ -178,6 +194,7 @@ def dynsgd(
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
+    moments: Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DynSGD: DOWNPOUR with messages divided by their staleness plus one.
 
@@ -199,6 +216,8 @@ def dynsgd(
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, with
+        their periods in exchanges; see `exchange_every`. None exchanges none.
 
     Returns:
       An optax optimizer with `ExchangeState`, or `FragmentsState`.
@@ -215,7 +234,9 @@ def dynsgd(
       Parameter Servers*, 2017.
     """
     rule = rules.dynsgd(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
+    return _drop_in(
+        inner, rule, period, axis_name, center_dtype, placement, fragments, moments
+    )
 
 
 def average(
@@ -227,6 +248,7 @@ def average(
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
+    moments: Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Model averaging, or local SGD (TensorFlow's ModelAverageOptimizer).
 
@@ -243,6 +265,8 @@ def average(
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, with
+        their periods in exchanges; see `exchange_every`. None exchanges none.
 
     Returns:
       An optax optimizer with `ExchangeState`, or `FragmentsState`.
@@ -260,7 +284,9 @@ def average(
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
     """
     rule = rules.average(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
+    return _drop_in(
+        inner, rule, period, axis_name, center_dtype, placement, fragments, moments
+    )
 
 
 def diloco(
@@ -273,6 +299,7 @@ def diloco(
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
+    moments: Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: the workers' mean displacement goes through an outer (center) optimizer.
 
@@ -294,6 +321,8 @@ def diloco(
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, with
+        their periods in exchanges; see `exchange_every`. None exchanges none.
 
     Returns:
       An optax optimizer with `ExchangeState`, or `FragmentsState`.
@@ -310,7 +339,9 @@ def diloco(
       Language Models*, 2023.
     """
     rule = rules.diloco(center, codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
+    return _drop_in(
+        inner, rule, period, axis_name, center_dtype, placement, fragments, moments
+    )
 
 
 def easgd(
@@ -325,6 +356,7 @@ def easgd(
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
+    moments: Periods | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging, the counterpart of TensorFlow's ElasticAverageOptimizer.
 
@@ -351,6 +383,8 @@ def easgd(
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
+      moments: fields of the inner optimizer's state that workers exchange, too, with
+        their periods in exchanges; see `exchange_every`. None exchanges none.
 
     Returns:
       An optax optimizer with `ExchangeState`, or `FragmentsState`.
@@ -388,7 +422,9 @@ def easgd(
         workers = 1 if num_workers is None else num_workers
         moving_rate = _BETA / check.positive_int(period, "period") / workers
     rule = rules.easgd(moving_rate, rho=rho, codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
+    return _drop_in(
+        inner, rule, period, axis_name, center_dtype, placement, fragments, moments
+    )
 
 
 def _drop_in(
@@ -399,6 +435,7 @@ def _drop_in(
     center_dtype: Any,
     placement: Placement | None,
     fragments: Fragments | None,
+    moments: Periods | None,
 ) -> optax.GradientTransformationExtraArgs:
     return exchange_every(
         inner,
@@ -408,4 +445,5 @@ def _drop_in(
         center_dtype=center_dtype,
         placement=placement,
         fragments=fragments,
+        moments=moments,
     )

@@ -50,6 +50,7 @@ from agn_optax.rules._rule import (
     downpour,
     dynsgd,
     easgd,
+    moments,
 )
 from agn_optax.rules._rule import check_rule as check_rule
 from agn_optax.rules._rule import discounted as discounted
@@ -72,4 +73,5 @@ __all__ = [
     "downpour",
     "dynsgd",
     "easgd",
+    "moments",
 ]

@@ -22,6 +22,7 @@ from agn_optax.rules._combinators import (
     per_step,
     scale_by_staleness,
 )
+from agn_optax.rules._declared import elementwise
 from agn_optax.rules.codecs import Codec, check_codec, identity
 from agn_optax.rules.robust import Combine
 
@@ -87,6 +88,8 @@ class Rule:
         replaces the parameters by the center.
       adopts: which center the worker adopts: the one ``"before"`` or the one
         ``"after"`` its own message.
+      keeps_progress: whether a worker keeps the local steps that it made while its
+        message was in flight, because of ``overlap`` or a lost center.
       needs_params: whether ``contribution`` reads the worker's parameters. If not, it
         gets None for them, and the drop-in form is faster.
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor. If not,
@@ -133,6 +136,7 @@ class Rule:
     combine: Combine | Literal["sum", "mean"] = "sum"
     adopt: Callable[[PyTree, PyTree], PyTree] | None = None
     adopts: Literal["before", "after"] = "after"
+    keeps_progress: bool = True
     needs_params: bool = True
     needs_anchor: bool = True
     codec: Codec = dataclasses.field(default_factory=identity)
@@ -544,6 +548,58 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
         adopt=adopt,
         adopts="before",
         needs_anchor=penalty is not None,
+        codec=codec or identity(),
+        elementwise=True,
+    )
+
+
+def moments(*, codec: Codec | None = None) -> Rule:
+    r"""Return the rule for moments of inner optimizers: the center becomes their mean.
+
+    .. math:: k = x; \qquad c' = \tfrac1n \sum_i x_i; \qquad x \leftarrow c'
+
+    It is for workers whose parameters are fields of the states of inner optimizers
+    (`agn_optax.moments_of`), in rounds. Workers send the values themselves, and all
+    messages count alike, whatever their weight. So the mean of values that are never
+    negative, such as Adam's second moments, is never negative. With displacements, as
+    in `average`, a rounding error could make it negative, and Adam's next step would
+    not be finite. For the same reason a worker does not add its changes since a message
+    to the answer of this message.
+
+    Args:
+      codec: how contributions are encoded, one of `agn_optax.codecs` that sends all
+        elements; None sends them unchanged.
+
+    Returns:
+      The rule, for a center with ``mode=Synchronous()``. A center that takes messages
+      one by one has no rounds, and rejects this rule.
+
+    Raises:
+      InvalidArgumentError: the codec leaves out elements.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax
+      >>> center = agn_optax.LocalCenter(
+      ...     agn_optax.rules.moments(), mode=agn_optax.center.Synchronous()
+      ... )
+
+    References:
+      Alex Iacob et al., *DES-LOC: Desynced Low Communication Adaptive Optimizers for
+      Training Foundation Models*, 2025 (see `exchange_every`).
+    """
+
+    def mean(messages: PyTree, total: Any) -> PyTree:
+        return jax.tree.map(lambda x: x.mean(axis=0), messages)
+
+    return Rule(
+        name="moments",
+        center=elementwise(optax.stateless(optax.tree.sub)),
+        contribution=_Parameters(),
+        message=lambda contribution, c: contribution,
+        discount=optax.identity(),  # values count in full, however old
+        combine=Combine(mean, name="mean of all"),
+        keeps_progress=False,
+        needs_anchor=False,
         codec=codec or identity(),
         elementwise=True,
     )

@@ -190,6 +190,7 @@ class Settings:
     patience: int | None
     seed: int
     exchanges: int | None
+    steps: int | None
     seconds: float | None
     most_rows: int
     progress: Callable[[float], object] | None
@@ -204,6 +205,7 @@ class Simulation:
       sessions: the rows of sessions' events.
       now: the time, ns.
       settled: number of messages that the center has settled.
+      local_steps: number of local steps in these messages.
       events: number of events.
     """
 
@@ -213,7 +215,7 @@ class Simulation:
         self._dynamic, self._numbers = settings.dynamic, settings.numbers
         self.rows = bytearray()
         self.sessions = array("q")
-        self.now = self.settled = self.events = 0
+        self.now = self.settled = self.local_steps = self.events = 0
         self._sent = 0  # number of messages
         self._failures = 0  # since the last exchange
         self._heap: list[tuple[int, int, int, int, Any]] = []
@@ -288,12 +290,14 @@ class Simulation:
             *(self._join, self._started, self._moved, self._arrived, self._served),
             *(self._due, self._answered, self._steps, self._left, self._failed),
         ]
-        seconds, exchanges = settings.seconds, settings.exchanges
+        seconds = settings.seconds
         end = LAST - 1 if seconds is None else nanoseconds(seconds)
-        most = math.inf if exchanges is None else exchanges
+        most = math.inf if settings.exchanges is None else settings.exchanges
+        most_steps = math.inf if settings.steps is None else settings.steps
+        most_steps *= len(self._ledgers)
         heap, pop = self._heap, heapq.heappop
         progress = _PROGRESS_WITH_NUMBERS if self._numbers else _PROGRESS
-        while heap and self.settled < most:
+        while heap and self.settled < most and self.local_steps < most_steps:
             now, kind, index, number, data = pop(heap)
             if now > end:
                 self.now = end
@@ -302,16 +306,18 @@ class Simulation:
             handlers[kind](now, index, number, data)
             self.events += 1
             if not self.events % progress:
-                self._report(now / end, self.settled / most)
-        else:
-            if seconds is not None and self.settled < most:
-                self.now = end  # nothing more happens
-        if exchanges is not None and self.settled < exchanges and seconds is None:
+                done = self.settled / most, self.local_steps / most_steps
+                self._report(now / end, *done)
+        if self.settled >= most or self.local_steps >= most_steps:
+            return
+        if seconds is None:
             raise errors.SimulationError(
-                f"the simulation cannot end: after {self.now / 1e9:g} s and "
-                f"{self.settled} of {exchanges} exchanges nothing more can happen. "
-                f"{self._why()}"
+                f"the simulation cannot end: after {self.now / 1e9:g} s, with "
+                f"{self.settled} exchanges{_of(settings.exchanges)} and "
+                f"{self.local_steps} local steps{_of(settings.steps)}, nothing more "
+                f"can happen. {self._why()}"
             )
+        self.now = end
 
     def _why(self) -> str:
         waiting = sum(len(ledger.pending) for ledger in self._ledgers)
@@ -745,6 +751,7 @@ class Simulation:
             message.workers, message.index = batch.workers, batch.indices[i]
             message.order = self.settled
             self.settled += 1
+            self.local_steps += message.steps
             message.answer_version = version
             if rejection is not None:
                 message.outcome = _REJECTED
@@ -770,6 +777,10 @@ class Simulation:
             self._numbers.settle(settled)
             if self._numbers.has_ended:
                 raise TargetReached
+
+
+def _of(most: int | None) -> str:
+    return "" if most is None else f" of {most}"
 
 
 def _lose(message: Message | None) -> None:

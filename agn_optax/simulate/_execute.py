@@ -187,7 +187,7 @@ def execute(
     The programs are kept for later executions with the same rule, optimizer, loss and
     data, so that a sweep of many runs compiles them once. Another seed or number of
     exchanges changes no program, nor does another number of workers with the same
-    width.
+    width, nor other arrays of a `jax.tree_util.Partial` as data.
 
     A schedule without numbers has no message that was rejected for its norm. If one
     would be, as by default one that is not finite, the execution ends with an error:

@@ -8,6 +8,8 @@ one after another. Called directly, these are the programs that a real worker ru
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import Partial
 
 from agn_optax._internal import check, trees
 from agn_optax.round import Fragments
@@ -34,6 +37,9 @@ PyTree = Any
 
 _WIDTH = 32  # stretches that are made by one call of a program
 _BATCH_BYTES = 1 << 28  # bytes of their workers
+_FIRST = np.int32(0), np.int32(0)  # the first batch
+# In place of the center optimizer, which workers do not call.
+_NO_CENTER = optax.with_extra_args_support(optax.identity())
 
 
 class Begin(enum.Enum):
@@ -95,6 +101,7 @@ class Plan(NamedTuple):
     late: Any  # int: local steps before the answer is adopted
     steps: Any  # int: local steps after that
     batches: PyTree = None  # one for each; None if the program makes them
+    data: Any = None  # `Partial` that makes them; None for `Rounds.data`
 
 
 class Made(NamedTuple):
@@ -112,13 +119,12 @@ class Rounds:
       rule: the rule.
       inner: the inner optimizer.
       loss: parameters and a batch -> scalar.
-      data: number of a worker and of its local step -> batch.
       fragments: the fragments; None without.
       in_background: whether some messages are sent in the background.
 
     Attributes:
-      makes_batches: whether programs can make the batches.
-      data: the function, compiled if it can be.
+      data: number of a worker and of its local step -> batch; compiled if it can be.
+      source: the same as an argument of programs that make batches; None if none do.
       batch_like: shapes and dtypes of the first batch.
       holds_anchor: whether messages need an anchor that the state does not keep.
       has_residual: whether dropped messages are added to the residual of the codec.
@@ -131,7 +137,6 @@ class Rounds:
         rule: Rule,
         inner: optax.GradientTransformation,
         loss: Callable[[PyTree, PyTree], jax.Array],
-        data: Callable[[Any, Any], PyTree],
         *,
         fragments: Fragments | None,
         in_background: bool,
@@ -148,13 +153,10 @@ class Rounds:
             )
         self.holds_anchor = self._programs.holds_anchor
         self.has_residual = self._programs.restore_residual is not None
-        numbers = np.int32(0), np.int32(0)
-        self.makes_batches = is_traceable(data, *numbers)
-        self.data = jax.jit(data) if self.makes_batches else data
-        if self.makes_batches:
-            self.batch_like = jax.eval_shape(data, *numbers)
-        else:
-            self.batch_like = jax.eval_shape(lambda batch: batch, data(0, 0))
+        self.data: Callable[[Any, Any], PyTree]
+        self.source: Partial | None
+        self.batch_like: PyTree
+        self._call = jax.jit(lambda data, worker, step: data(worker, step))
         gradient = jax.value_and_grad(loss)
 
         def step(
@@ -166,6 +168,22 @@ class Rounds:
 
         self._step = jax.jit(step)
         self.together = functools.cache(self._together)
+
+    def shared(
+        self, rule: Rule, data: Callable[[Any, Any], PyTree], *, is_traceable: bool
+    ) -> Rounds:
+        """Return rounds that share the programs, with this rule and these batches."""
+        rounds = copy.copy(self)
+        rounds.rule = rule
+        if is_traceable:
+            rounds.source = _partial(data)
+            rounds.data = functools.partial(self._call, rounds.source)
+            first = self._call.eval_shape(rounds.source, *_FIRST)
+        else:
+            rounds.source, rounds.data = None, data
+            first = jax.eval_shape(lambda batch: batch, data(0, 0))
+        rounds.batch_like = first
+        return rounds
 
     def stretch(
         self, kind: Kind, loop: Loop | None, inputs: Inputs, plan: Plan
@@ -270,10 +288,11 @@ class Rounds:
 
         def body(i: Any, carry: Any) -> Any:
             params, state, total = carry
-            if plan.batches is None:
-                batch = self.data(plan.worker, plan.first + i)
-            else:
+            if plan.batches is not None:
                 batch = jax.tree.map(lambda leaf: leaf[i], plan.batches)
+            else:
+                data = self.data if plan.data is None else plan.data
+                batch = data(plan.worker, plan.first + i)
             params, state, loss = self._step(params, state, batch)
             return params, state, total + loss.astype(np.float32)
 
@@ -288,8 +307,7 @@ class Rounds:
 
     def _together(self, kind: Kind, is_uniform: bool) -> Any:
         steps = None if is_uniform else 0
-        batches = None if self.makes_batches else 0
-        axes = (0, 0, Plan(0, 0, late=steps, steps=steps, batches=batches))
+        axes = (0, 0, Plan(0, 0, late=steps, steps=steps, batches=0))
 
         def stretch(loop: Loop, inputs: Inputs, plan: Plan) -> Any:
             loop, contribution, loss = self.stretch(kind, loop, inputs, plan)
@@ -303,8 +321,42 @@ class Rounds:
         return jax.jit(jax.vmap(stretch, in_axes=axes), donate_argnums=0)
 
 
-# The rounds of all runs with these arguments, which share the programs.
-rounds_of = functools.lru_cache(maxsize=16)(Rounds)
+def _partial(function: Callable[..., Any]) -> Partial:
+    """Return a function as an argument of programs."""
+    return function if isinstance(function, Partial) else Partial(function)
+
+
+# The rounds of all runs with these arguments and this function of batches.
+_kept = functools.lru_cache(maxsize=16)(
+    lambda function, *arguments, **settings: Rounds(*arguments, **settings)
+)
+
+
+def rounds_of(
+    rule: Rule,
+    inner: optax.GradientTransformation,
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    data: Callable[[Any, Any], PyTree],
+    *,
+    fragments: Fragments | None,
+    in_background: bool,
+) -> Rounds:
+    """Return the rounds of a run, which share the programs of earlier runs.
+
+    The arrays of a `Partial`, and batches that are made on the host, are arguments of
+    the programs: data that differ in them only compile nothing, nor do rules that
+    differ in their center optimizers.
+    """
+    of_workers = dataclasses.replace(rule, center=_NO_CENTER)
+    source = _partial(data)
+    makes_batches = is_traceable(lambda data, *step: data(*step), source, *_FIRST)
+    function = source.func if makes_batches else None
+    kept = _kept(
+        *(function, of_workers, inner, loss),
+        fragments=fragments,
+        in_background=in_background,
+    )
+    return kept.shared(rule, data, is_traceable=makes_batches)
 
 
 class OneByOne:
@@ -376,7 +428,7 @@ class Batches:
             np.array(column, np.int32) for column in [*zip(*plans, strict=True)][:4]
         ]
         batches = None
-        if not self._rounds.makes_batches:
+        if self._rounds.source is None:
             most = int((late + steps).max())
             if most > self._most_steps:  # few sizes, each of which is compiled
                 exact = self._is_uniform
@@ -385,7 +437,7 @@ class Batches:
             batches = _stack([*made, *made[:1] * missing])
         if self._is_uniform:
             late, steps = late[0], steps[0]
-        plan = Plan(rows, firsts, late, steps, batches)
+        plan = Plan(rows, firsts, late, steps, batches, self._rounds.source)
         program = self._rounds.together(kind, self._is_uniform)
         loops, found = program(_rows(self._loops, rows), _stack(inputs), plan)
         self._loops = _with_rows(self._loops, rows, loops)

@@ -220,6 +220,7 @@ def schedule(
     rule: Rule | None = None,
     params: PyTree = None,
     exchanges: int | None = None,
+    steps: int | None = None,
     seconds: float | None = None,
     seed: int = 0,
     overlap: bool = False,
@@ -243,7 +244,10 @@ def schedule(
         messages without bytes, after which workers adopt the center.
       params: parameters, or a tree of their shapes and dtypes, for the bytes.
       exchanges: number of settled messages after which the simulation ends.
-      seconds: simulated seconds after which it ends. Give one of these, or both.
+      steps: number of local steps in settled messages after which it ends. A message
+        or round is settled as a whole, so there may be a few more. With n fragments, a
+        local step is in a message of each, and counts as 1 / n.
+      seconds: simulated seconds after which it ends. Give at least one of these.
       seed: seed of all random streams.
       overlap: ``overlap`` of the workers.
       patience: ``patience`` of the workers.
@@ -261,8 +265,8 @@ def schedule(
       InvalidArgumentError: an argument is out of range, no worker could ever start, a
         real center or worker would reject the settings, or the schedule would not fit
         into memory.
-      SimulationError: the number of exchanges is never reached, because nothing more
-        can happen.
+      SimulationError: the number of exchanges or steps is never reached, because
+        nothing more can happen.
 
     Example:
       >>> from agn_optax import simulate
@@ -280,6 +284,7 @@ def schedule(
         rule=rule,
         params=params,
         exchanges=exchanges,
+        steps=steps,
         seconds=seconds,
         seed=seed,
         overlap=overlap,
@@ -300,6 +305,7 @@ def simulate(
     rule: Rule | None = None,
     params: PyTree = None,
     exchanges: int | None = None,
+    steps: int | None = None,
     seconds: float | None = None,
     seed: int = 0,
     overlap: bool = False,
@@ -316,11 +322,12 @@ def simulate(
     """
     check.instance(cluster, Cluster, "cluster must be a Cluster(...)")
     check.instance(mode, Mode, "mode must be a mode such as Asynchronous()")
-    if exchanges is None and seconds is None:
+    if exchanges is None and steps is None and seconds is None:
         raise errors.InvalidArgumentError(
-            "give exchanges= or seconds=, after which the simulation ends"
+            "give exchanges=, steps= or seconds=, after which the simulation ends"
         )
     check.whole_number(exchanges, "exchanges", least=1)
+    check.whole_number(steps, "steps", least=1)
     if seconds is not None:
         check.seconds(seconds, "seconds", positive=True)
         if nanoseconds(seconds) == LAST:
@@ -359,6 +366,7 @@ def simulate(
         patience=patience,
         seed=seed,
         exchanges=exchanges,
+        steps=steps,
         seconds=seconds,
         most_rows=most_rows,
         progress=progress,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -167,4 +168,7 @@ class Report:
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         if self.figure.axes:
-            self.figure.savefig(folder / f"{self.name}.svg", metadata={"Date": None})
+            # Text stays text: it is small, and the same at every run.
+            with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):
+                path = folder / f"{self.name}.svg"
+                self.figure.savefig(path, metadata={"Date": None})

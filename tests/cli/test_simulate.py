@@ -100,6 +100,12 @@ def test_fragments_are_equal_parts_of_the_model(file):
     succeeds("simulate", str(file), "--fragments=2", "--parameters=1e11")
 
 
+def test_steps_end_a_run(file):
+    file.write_text(RUN.replace("seconds = 60", "steps = 45"))
+    found = json.loads(succeeds("simulate", str(file), "--json"))
+    assert 45 <= 10 * (found["applied"] + found["dropped"]) < 45 + 30
+
+
 def test_run_without_an_exchange_has_dashes(file):
     output = succeeds("simulate", str(file), "--seconds=0.5")
     assert re.search(r"applied +│ +0 ", output)
@@ -150,7 +156,7 @@ def test_launch_ignores_the_cluster(file):
         ("failures-every = 600", "", "--failures-down needs --failures-every"),
         ("parameters = 1e6", "parameters = 1e30", "parameters must be a number in"),
         ("quorum = 2", "quorum = 2\nbarrier = 4", "or no worker ever starts; got 4"),
-        ("seconds = 60", "", "give exchanges= or seconds="),
+        ("seconds = 60", "", "give exchanges=, steps= or seconds="),
         ("latency", "lateness", "unknown key 'lateness'"),
         ("workers = 3", "", "the number of workers is missing"),
         ('rule = "diloco"', "", "rule"),

@@ -8,9 +8,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import problem, shared
 from helpers.support import assert_close, assert_identical, compilations
+from jax.tree_util import Partial
 
 import agn_optax
 from agn_optax import errors, simulate
@@ -132,6 +134,62 @@ def test_later_runs_compile_nothing():
         larger = Cluster(workers=7, speed=LogNormal(0.2, 0.3), link=Link(latency=0.2))
         run(cluster=larger, exchanges=90, period=5)
     assert compiled == []
+
+
+def test_data_with_other_arrays_compile_nothing():
+    def batch(y, worker, step):
+        return data(worker, step) | {"y": y + jnp.zeros((8, 1))}
+
+    found = run(Partial(batch, np.float32(0.5)))
+    with compilations() as compiled:
+        again = run(Partial(batch, np.float32(0.5)))
+        other = run(Partial(batch, np.float32(2.0)))
+    assert compiled == []
+    assert again.digest == found.digest
+    constant = run(lambda worker, step: batch(2.0, worker, step))
+    np.testing.assert_allclose(other.loss, constant.loss, rtol=1e-5)
+
+
+def test_data_of_the_host_compile_nothing():
+    first = jax.tree.map(np.asarray, data(0, 0))
+
+    def run_from(shift):
+        return run(lambda worker, step: first | {"y": first["y"] + shift + int(step)})
+
+    found = run_from(0)
+    with compilations() as compiled:
+        other = run_from(1)
+    assert compiled == []
+    assert np.all(other.loss != found.loss)
+
+
+def test_another_center_optimizer_compiles_only_the_center():
+    def run_with(rate):
+        rule = dataclasses.replace(RULE, center=optax.sgd(rate))
+        return simulate.run(
+            rule,
+            shared.sgd(0.05),
+            problem.loss,
+            data,
+            problem.params(),
+            cluster=CLUSTER,
+            period=3,
+            exchanges=60,
+        )
+
+    run()
+    with compilations() as compiled:
+        found = run_with(0.2)
+    assert compiled
+    assert "stretch" not in str(compiled)
+    assert_close(found.params, run_with(0.2).params)
+    assert np.all(found.loss[-5:] != run().loss[-5:])
+
+
+def test_steps_end_a_run():
+    found = run(exchanges=None, steps=61)
+    assert found.steps[-1] == 63
+    assert found.digest == run(exchanges=21).digest
 
 
 def test_target_ends_the_execution_and_changes_nothing_before():

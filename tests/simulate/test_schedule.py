@@ -440,6 +440,31 @@ def test_progress_is_reported():
     assert 0 < reported[0] < reported[-1] <= 1
 
 
+@pytest.mark.parametrize("mode", [Asynchronous(), Synchronous()])
+def test_steps_end_a_simulation(mode):
+    cluster = Cluster(workers=3, speed=[Fixed(0.1), Fixed(0.2), Fixed(0.3)])
+    found = simulate.schedule(cluster, period=5, mode=mode, steps=31)
+    settled = found.steps[found.settled >= 0].sum()
+    assert settled == (45 if mode.combines else 35)
+    assert found.duration == found.settled.max() / 1e9
+    early = simulate.schedule(cluster, period=5, mode=mode, steps=31, seconds=1.0)
+    assert early.duration == 1
+
+
+def test_steps_of_fragments_are_counted_once():
+    cluster = Cluster(workers=2, speed=Fixed(0.1))
+    fragments, params = agn_optax.Fragments(2), {"a": PARAMS, "b": PARAMS}
+    found = simulate.schedule(
+        cluster,
+        period=4,
+        rule=shared.downpour(),
+        params=params,
+        fragments=fragments,
+        steps=40,
+    )
+    assert 80 <= found.steps[found.settled >= 0].sum() < 80 + 8
+
+
 # Simulations that are not possible.
 
 
@@ -449,6 +474,8 @@ def test_simulation_that_cannot_end_is_an_error():
     gone = dataclasses.replace(cluster, failures=failing)
     with pytest.raises(errors.SimulationError, match=r"cannot end: .* 2 of 2 workers"):
         simulate.schedule(gone, period=5, exchanges=1000)
+    with pytest.raises(errors.SimulationError, match=r"\d+ local steps of 1000,"):
+        simulate.schedule(gone, period=5, steps=1000)
     often = Failures(every=0.01, down=0.0)
     restless = dataclasses.replace(cluster, leaves={}, failures=often)
     with pytest.raises(errors.SimulationError, match="fail before they complete"):
@@ -459,8 +486,9 @@ def test_simulation_that_cannot_end_is_an_error():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, "give exchanges= or seconds="),
+        ({}, "give exchanges=, steps= or seconds="),
         ({"exchanges": 0}, "exchanges must be"),
+        ({"steps": 0}, "steps must be"),
         ({"seconds": -1.0}, "seconds must be"),
         ({"seconds": 1e300}, "seconds must be less than"),
         ({"exchanges": 1, "limits": 5}, "limits must be Limits"),

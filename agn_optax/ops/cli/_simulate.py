@@ -72,6 +72,7 @@ class ClusterOptions:
 
     Simulation:
       exchanges: Messages after which the simulation ends.
+      steps: Local steps in messages after which it ends.
       seconds: Simulated seconds after which it ends.
       seed [0]: Seed of all random numbers.
     """
@@ -91,6 +92,7 @@ class ClusterOptions:
     center_bandwidth: str | None = None
     center_seconds: float | None = None
     exchanges: int | None = None
+    steps: int | None = None
     seconds: float | None = None
     seed: int | None = None
 
@@ -185,6 +187,7 @@ def _schedule(
             rule=made,
             params=params,
             exchanges=options.exchanges,
+            steps=options.steps,
             seconds=options.seconds,
             seed=options.seed or 0,
             overlap=bool(options.overlap),

@@ -173,7 +173,7 @@ class Layout(abc.ABC):
     def mean_over_participants(
         self, number: jax.Array, exchanges: jax.Array
     ) -> jax.Array:
-        """Return the mean of a scalar over the workers of `num_participants`."""
+        """Return the mean of an array over the workers of `num_participants`."""
         count = _collectives.size(self.workers)
         return _collectives.psum(number, self.workers) / count
 
