@@ -14,9 +14,7 @@ another: with these two numbers, training times fit the source's table. A networ
 64 and 32 units (source: 1,000, 2,000, 1,000), batches of 16 (128), 8,000 local steps of
 all workers together (18,750), and Adam with 0.01 (0.001), because the network is
 narrower. EASGD has the source's moving rate, 0.05, and a second one, 0.2. Training
-accuracy is the center's (source: mean of the workers' batches). A seed draws the first
-parameters and the times of the local steps, and so the order of all messages; a
-worker's batches are the same with each seed.
+accuracy is the center's (source: mean of the workers' batches).
 
 Hermans, On Scalable Deep Learning and Parallelizing Gradient Descent, master's thesis,
 Maastricht University, 2017; Hermans, Spanakis and Möckel, Accumulated Gradient
@@ -46,15 +44,15 @@ PyTree = Any
 UNITS, BATCH, RATE = (32, 64, 32), 16, 0.01
 STEP, MESSAGE = 0.45, 0.4  # simulated s
 AGN, EASGD, HIGH, DOWNPOUR, ADAG = "AGN", "EASGD", "EASGD 0.2", "DOWNPOUR", "AGN, ADAG"
-# The two rules of the source are those with messages (a - x) / λ, of any optimizer.
+# As in the source, a message is (a - x) / λ, and the center adds it.
+AGN_RULE = rules.agn_window()
 RULES = {
-    AGN: rules.agn_window(),
+    AGN: AGN_RULE,
     EASGD: rules.easgd(0.05),
     HIGH: rules.easgd(0.2),
     DOWNPOUR: rules.downpour(),
     ADAG: dataclasses.replace(
-        rules.agn_window(),
-        name="adag",
+        AGN_RULE,
         center=optax.chain(
             center_optimizers.scale_by_drift(1e-4, history=64), optax.sgd(1.0)
         ),
@@ -108,9 +106,13 @@ class Task:
             for m, n in itertools.pairwise(sizes)
         ]
 
-    def batch(self, worker: jax.Array, step: jax.Array) -> jax.Array:
+    def data(self, seed: int) -> Any:
+        """Return the function of the batches; all seeds share one program."""
+        return jax.tree_util.Partial(self._batch, jax.random.key(seed))
+
+    def _batch(self, key: jax.Array, worker: jax.Array, step: jax.Array) -> jax.Array:
         """Return the numbers of the images of a batch."""
-        key = jax.random.fold_in(jax.random.key(worker), step)
+        key = jax.random.fold_in(jax.random.fold_in(key, worker), step)
         return jax.random.randint(key, (BATCH,), 0, len(self.train[1]))
 
     def loss(self, params: PyTree, rows: jax.Array) -> jax.Array:
@@ -147,12 +149,11 @@ class Run:
 def train(task: Task, method: str, n: int, period: int, total: int, seed: int) -> Run:
     """Train n workers with a period, for a total number of local steps."""
     params = task.params(seed)
-    exchanges = total // period
     found = simulate.run(
         RULES[method],
         INNER,
         task.loss,
-        task.batch,
+        task.data(seed),
         params,
         cluster=simulate.Cluster(
             workers=n,
@@ -160,10 +161,10 @@ def train(task: Task, method: str, n: int, period: int, total: int, seed: int) -
             center=simulate.CenterHost(seconds=MESSAGE),
         ),
         period=period,
-        exchanges=exchanges,
+        steps=total,
         seed=seed,
         evaluate=task.accuracy,
-        every=max(1, exchanges // 30),
+        every=max(1, total // period // 20),
     )
     times, values = found.evaluation_seconds, found.evaluations
     times = np.concatenate([[0.0], times])
