@@ -49,10 +49,11 @@ def rennala(
     Args:
       optimizer: the center optimizer. It also runs at the messages in between, but its
         results are discarded.
-      size: :math:`S`, messages of a step. The source has
+      size: :math:`S`, messages of a step, such as
         :math:`\max(1, \lceil \sigma^2 / \varepsilon \rceil)`, where :math:`\sigma^2` is
         the variance of a message and :math:`\varepsilon` the square of the norm of the
-        gradient that is to be reached.
+        gradient that is to be reached: their mean then has a variance of at most
+        :math:`\varepsilon`.
 
     Returns:
       A center optimizer with `RennalaState`, which needs the extra argument
