@@ -48,6 +48,23 @@ COMBINATIONS = {
         "a fragment has None in place of the other leaves, so the optimizer cannot "
         "begin with it. Give masks and labels as functions of the parameters"
     ),
+    ("fragments of random elements", "a rule that is not elementwise"): (
+        "a fragment has elements of every leaf, without their places in it. Take an "
+        "optimizer that reads one element at a time, or leave `seed` out, so that "
+        "fragments have whole leaves. If yours work element by element, say so: "
+        "`agn_optax.elementwise(optimizer)` or `Rule(elementwise=True)`"
+    ),
+    (
+        "fragments of random elements",
+        "a worker that encodes the whole model",
+    ): (
+        "its message cannot be divided among the fragments. Give the worker the same "
+        "fragments, or the rule a codec that sends one array for each leaf"
+    ),
+    ("fragments of random elements", "a worker of several processes"): (
+        "a process has rows of a leaf and no single elements. Leave `seed` out, so "
+        "that fragments have whole leaves"
+    ),
     ("fragments with a delay", "a placement"): (
         "a message in flight needs one center, whole on every device"
     ),
@@ -83,6 +100,11 @@ COMBINATIONS = {
     ("a robust combine", "a center that is not synchronous"): (
         "the combine needs a whole round, and the center applies messages one by one. "
         "Give the center `mode=Synchronous()` (`--mode synchronous`)"
+    ),
+    ("a rule with a weight", "a center that is not synchronous"): (
+        "the weight of a message is relative to the others of its round, and the "
+        "center applies messages one by one. Give the center `mode=Synchronous()` "
+        "(`--mode synchronous`), or the center optimizer `agn_optax.scale_by_weight`"
     ),
     ("`by_local_steps`", "a center outside the program"): (
         "such a center cannot count local steps, because its workers have made "

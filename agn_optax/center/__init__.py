@@ -36,6 +36,12 @@ from agn_optax.center._pieces import outside as outside
 from agn_optax.center._pieces import region_of as region_of
 from agn_optax.center._pieces import shares_of as shares_of
 from agn_optax.center._pieces import uncovered as uncovered
+from agn_optax.center._presets import (
+    DecoupledDiloco,
+    Ringmaster,
+    decoupled_diloco,
+    ringmaster,
+)
 from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session, WorkerSession
 from agn_optax.center._recent import Recent as Recent
@@ -71,11 +77,13 @@ __all__ = [
     "BoundedStaleness",
     "Center",
     "CenterState",
+    "DecoupledDiloco",
     "Journal",
     "Limits",
     "LocalCenter",
     "MessageLimits",
     "Notice",
+    "Ringmaster",
     "Session",
     "Snapshot",
     "Submission",
@@ -83,4 +91,6 @@ __all__ = [
     "Thresholds",
     "Transfer",
     "WorkerSession",
+    "decoupled_diloco",
+    "ringmaster",
 ]

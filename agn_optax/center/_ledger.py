@@ -510,9 +510,19 @@ class Ledger:
         member = self._registered.get(worker)
         if member is None or not member.speed:
             return None
+        return member.speed / self._highest()
+
+    @property
+    def step_time(self) -> float | None:
+        """Seconds of a local step of the fastest worker: see `Waiting`."""
+        return 1 / highest if (highest := self._highest()) else None
+
+    def _highest(self) -> float:
+        """Return the highest speed of registered workers; 0 if none is known."""
         if self._highest_speed is None:
-            self._highest_speed = max(m.speed for m in self._registered.values())
-        return member.speed / self._highest_speed
+            speeds = (member.speed for member in self._registered.values())
+            self._highest_speed = max(speeds, default=0.0)
+        return self._highest_speed
 
     def settle(self, batch: Batch, now: float) -> None:
         """Record that the messages of a batch were applied, dropped or rejected."""

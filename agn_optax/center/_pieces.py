@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from agn_optax.round import parts
+from agn_optax._internal import combinations
+from agn_optax.round import Elements, parts
 
 PyTree = Any
 
@@ -138,7 +139,15 @@ def _inside(
       The number of each region, the region in the shard's own tree, and the rows of the
       region; None for all.
     """
-    places = {piece.leaf: (i, piece.rows) for i, piece in enumerate(pieces)}
+    places: dict[int, tuple[int, slice | None]] = {}
+    for i, piece in enumerate(pieces):
+        if isinstance(piece.rows, Elements):
+            combinations.reject(
+                "fragments of random elements",
+                "a worker of several processes",
+                f"{piece.rows.parts} fragments, seed={piece.rows.seed}",
+            )
+        places[piece.leaf] = i, piece.rows
     inside: list[tuple[int, Region, slice | None]] = []
     for number, region in enumerate(regions):
         if region.leaf not in places:

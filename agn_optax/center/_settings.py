@@ -124,3 +124,9 @@ def check_combine(rule: Rule, mode: Mode) -> None:
             "a center that is not synchronous",
             f"rule {rule.name!r} with {rule.combine}, mode={mode}",
         )
+    if rule.weight is not None and not mode.combines:
+        combinations.reject(
+            "a rule with a weight",
+            "a center that is not synchronous",
+            f"rule {rule.name!r}, mode={mode}",
+        )

@@ -65,7 +65,7 @@ class ShardedCenter:
                 f"{len(fragments)}"
             )
         self.rule = centers[0].rule
-        if not self.rule.combines_elements and len(centers) > 1:
+        if self.rule.combine_reads == "tree" and len(centers) > 1:
             combinations.reject(
                 "a center in shards",
                 "a combine of whole messages",
@@ -213,6 +213,15 @@ class ShardedCenter:
             its parts match those of the shards.
         """
         self.known_parts()
+        fragments = self.fragments
+        if fragments is not None and fragments.seed is not None:
+            sent: Any = jax.tree.structure(self._message_like)
+            if bool(sent != jax.tree.structure(self._model)):
+                combinations.reject(
+                    "fragments of random elements",
+                    "a worker that encodes the whole model",
+                    f"{fragments}, codec {self.rule.codec}",
+                )
         check.same_tree(contribution, self._message_like, "contribution", "center")
         check.same_kinds(contribution, self._message_like, "contribution")
         # A contribution has a tree of arrays in place of each leaf of the center.
@@ -248,11 +257,16 @@ class ShardedCenter:
             check.same_tree(params, self._model, "params", "center")
 
     def _divide(self, whole: PyTree) -> parts.Parts:
-        """Return the parts of the shards; split only leaves sent as one array each."""
+        """Return the parts of the shards.
+
+        A leaf is split if it is sent as one array, and if its messages are combined
+        element by element.
+        """
         if self.fragments is not None:
             return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
         rows = bool(sent == jax.tree.structure(whole))
+        rows = rows and self.rule.combine_reads == "element"
         return parts.balanced(whole, len(self.centers), rows=rows)
 
     def unite(

@@ -339,19 +339,21 @@ class Store:
         """
         before, programs, count = self.current, self._programs, len(submissions)
         contributions = [submission.contribution for submission in submissions]
-        steps = sum(max(1, s.steps) for s in submissions)  # missing ones count as 1
+        steps = [max(1, s.steps) for s in submissions]  # missing ones count as 1
         claimed = [submission.weight for submission in submissions]
-        factors, divisor, mean = rounds.factors_of_round(self._rule, claimed, weights)
-        counted = list(zip(extras, map(_on_device, factors), strict=True))
+        counts = rounds.factors_of_round(self._rule, claimed, steps, weights)
+        counted = list(zip(extras, map(_on_device, counts.factors), strict=True))
         total: PyTree = None
         if programs.combine is None:
             for contribution, each in zip(contributions, counted, strict=True):
                 total = programs.weigh(total, contribution, before.params, *each)
         else:
-            total = programs.combine(contributions, before.params, counted)
-        combined = Submission(0, total, before.number, round(steps / count), mean)
+            relative = list(map(_on_device, counts.weights))
+            total = programs.combine(contributions, before.params, counted, relative)
+        mean_steps = round(sum(steps) / count)
+        combined = Submission(0, total, before.number, mean_steps, counts.mean_weight)
         extra = _extra(before.number, 0, combined, workers, -1)
-        return total, (_on_device(divisor), extra)
+        return total, (_on_device(counts.divisor), extra)
 
 
 def _blocks(array: np.ndarray) -> list[np.ndarray]:
@@ -465,10 +467,12 @@ def _programs(rule: Rule) -> SimpleNamespace:
         about = extra.as_dict()
         return rounds.add_message(rule, total, contribution, center, about, weight)
 
-    def combine(contributions: list[PyTree], center: PyTree, counts: Any) -> PyTree:
+    def combine(
+        contributions: list[PyTree], center: PyTree, counts: Any, weights: Any
+    ) -> PyTree:
         pairs = zip(contributions, counts, strict=True)
         messages = [weigh(None, sent, center, *count) for sent, count in pairs]
-        return rounds.combine_round(rule, messages)
+        return rounds.combine_round(rule, messages, weights)
 
     def move(
         data: PyTree, extra: _Extra, center: PyTree, state: PyTree

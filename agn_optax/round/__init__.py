@@ -23,6 +23,7 @@ from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
 from agn_optax.round import _round as steps
+from agn_optax.round._elements import Elements as Elements
 from agn_optax.round._forms import Phases as Phases
 from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every

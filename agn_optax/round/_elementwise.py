@@ -7,6 +7,7 @@ Nothing is computed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from agn_optax._internal import combinations
 from agn_optax.round import _round
-from agn_optax.rules import Reads, Rule, parts_of, widest
+from agn_optax.rules import Reads, Rule, codecs, parts_of, widest
 
 PyTree = Any
 
@@ -75,7 +76,7 @@ def is_leafwise(rule: Rule) -> bool:
     if unfit := _wider(rule, "leaf"):
         _log.debug("not done: an exchange by groups of leaves, because of %s", unfit)
         return False
-    return rule.combines_elements
+    return rule.combine_reads != "tree"
 
 
 def is_uniform(rule: Rule, params: PyTree) -> bool:
@@ -83,7 +84,17 @@ def is_uniform(rule: Rule, params: PyTree) -> bool:
     if unfit := _wider(rule, "element", of_center=True):
         _log.debug("not done: a center in two arrays, because of %s", unfit)
         return False
-    return rule.combines_elements and () not in _shapes(params)
+    return rule.combine_reads == "element" and () not in _shapes(params)
+
+
+def reads_more_than_elements(rule: Rule) -> str | None:
+    """Return the first part of a rule that reads more than one element, or None.
+
+    The codec may read more.
+    """
+    if rule.combine_reads != "element":
+        return f"rule {rule.name!r} with {rule.combine}"
+    return _wider(dataclasses.replace(rule, codec=codecs.identity()), "element")
 
 
 def _wider(rule: Rule, allowed: Reads, *, of_center: bool = False) -> str | None:

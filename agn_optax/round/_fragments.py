@@ -17,7 +17,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import attempt, check, combinations, trees
-from agn_optax.round import _parts, _period, _round
+from agn_optax.round import _elementwise, _parts, _period, _round
 from agn_optax.round._parts import Parts
 from agn_optax.round._round import ExchangeState
 from agn_optax.round.placements import WHOLE, Layout
@@ -59,6 +59,10 @@ class Fragments:
     Rules that adopt the center as it was before their message (``easgd``) do not wait
     for the message: with a delay, only the center moves later.
 
+    With a ``seed``, each fragment is a random part of all elements of the parameters,
+    and every element belongs to one fragment: workers adopt the elements that were
+    exchanged, and keep their own values of the others (partial adoption).
+
     Args:
       parts: the number of fragments, a positive int: each leaf goes whole, in the order
         of size, to the smallest fragment so far; or a sequence of regular expressions,
@@ -68,6 +72,8 @@ class Fragments:
         spreads them evenly over the period, the last one at its end.
       delay: :math:`\tau`, in local steps, less than the period.
       mixing: :math:`\alpha` in [0, 1): share of its own parameters that a worker keeps.
+      seed: seed of the random elements, an int >= 0, the same for all workers of a
+        center; None for fragments of whole leaves. The rule must be elementwise.
 
     Raises:
       InvalidArgumentError: an argument is out of range.
@@ -100,6 +106,7 @@ class Fragments:
     _: dataclasses.KW_ONLY
     delay: int = 0
     mixing: float = 0.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.parts, str | bytes) or not isinstance(
@@ -113,6 +120,12 @@ class Fragments:
             check.positive_int(self.parts, "parts")
         else:
             object.__setattr__(self, "parts", _parts.patterns(self.parts, "parts"))
+        check.whole_number(self.seed, "seed", least=0)
+        if self.seed is not None and not isinstance(self.parts, int):
+            raise errors.InvalidArgumentError(
+                "a seed divides the elements of all leaves, so parts must be a number, "
+                f"got {self.parts} and seed={self.seed}"
+            )
         if self.offsets is not None:
             offsets = tuple(self.offsets)
             for offset in offsets:
@@ -136,13 +149,22 @@ class Fragments:
         return self.parts if isinstance(self.parts, int) else len(self.parts)
 
     def divide(self, params: PyTree) -> Parts:
-        """Divide the leaves of a tree among the fragments.
+        """Divide the leaves of a tree, or their elements, among the fragments.
 
         Raises:
           InvalidArgumentError: a fragment would have no leaf, or a leaf no fragment.
         """
         if not isinstance(self.parts, int):
             return _parts.by_path(params, self.parts)
+        if self.seed is not None:
+            divided = _parts.of_random_elements(params, self.parts, self.seed)
+            if not all(divided):
+                sizes = map(jnp.size, jax.tree.leaves(params))
+                raise errors.InvalidArgumentError(
+                    f"the parameters have {sum(sizes)} elements, too few for "
+                    f"{self.parts} fragments"
+                )
+            return divided
         divided = Parts(sorted(_parts.balanced(params, self.parts, rows=False)))
         if not all(divided):
             raise errors.InvalidArgumentError(
@@ -209,8 +231,15 @@ class Fragments:
                 f"{got}, mixing={self.mixing}",
             )
         got = f"{got} with {rule.combine}"
-        if not rule.combines_elements:
+        if rule.combine_reads == "tree":
             combinations.reject("fragments", "a combine of whole messages", got)
+        if self.seed is None:
+            return
+        unfit = _elementwise.reads_more_than_elements(rule)
+        if unfit is not None:
+            combinations.reject(
+                "fragments of random elements", "a rule that is not elementwise", unfit
+            )
 
     def is_due(
         self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule

@@ -77,7 +77,7 @@ def average(
       owns: whether the exchange is that of a leaf, by its path in its field; None for
         an exchange of all leaves.
     """
-    if not layout.workers:
+    if not moments or not layout.workers:
         return inner_state
 
     def mean(leaf: jax.Array) -> jax.Array:

@@ -2,7 +2,8 @@
 
 A part is a tree with the structure of the whole, with None in place of the leaves of
 other parts, so paths and dimensions keep their meaning. It holds whole leaves, or rows
-of leaves: a leaf may be cut along its first dimension.
+of leaves: a leaf may be cut along its first dimension. Parts of random elements have
+these in place of leaves, see `_elements`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
+from agn_optax.round import _elements
+from agn_optax.round._elements import Elements
 
 PyTree = Any
 
@@ -24,10 +27,10 @@ SHARED: Any = -1  # owner of an array that belongs to all leaves, see `Parts.cut
 
 
 class Piece(NamedTuple):
-    """Rows of one leaf, or a whole leaf."""
+    """Rows or elements of one leaf, or a whole leaf."""
 
     leaf: int  # index among the tree's leaves
-    rows: slice | None = None  # None for the whole leaf
+    rows: slice | Elements | None = None  # None for the whole leaf
 
 
 class Parts(tuple[tuple[Piece, ...], ...]):
@@ -53,7 +56,10 @@ class Parts(tuple[tuple[Piece, ...], ...]):
         def piece(leaf: Any, owner: int) -> Any:
             if owner == SHARED or rows.get(owner, ()) is None:
                 return leaf
-            return leaf[rows[owner]] if owner in rows else None
+            of_leaf = rows.get(owner)
+            if isinstance(of_leaf, Elements):
+                return {of_leaf.name: of_leaf.take(leaf)}
+            return None if of_leaf is None else leaf[of_leaf]
 
         return jax.tree.map(piece, tree, numbers(tree) if owners is None else owners)
 
@@ -63,9 +69,17 @@ def join(parts: Sequence[PyTree]) -> PyTree:
 
     def join_leaf(*pieces: Any) -> Any:
         pieces = tuple(piece for piece in pieces if piece is not None)
+        if pieces and _elements.named(pieces[0]):
+            return _elements.join([*pieces])
         return jnp.concatenate(pieces) if len(pieces) > 1 else (pieces or (None,))[0]
 
-    return jax.tree.map(join_leaf, *parts, is_leaf=lambda node: node is None)
+    def is_leaf(node: Any) -> bool:
+        return node is None or _elements.named(node) is not None
+
+    # Structures differ where one part has elements and another one has none.
+    trees = [jax.tree.flatten(part, is_leaf=is_leaf) for part in parts]
+    leaves = map(join_leaf, *(leaves for leaves, _ in trees))
+    return jax.tree.unflatten(trees[0][1], leaves)
 
 
 def numbers(tree: PyTree) -> PyTree:
@@ -123,6 +137,25 @@ def patterns(given: Sequence[str], argument: str) -> tuple[str, ...]:
                 f"{argument} must be regular expressions, got {pattern!r}: {error}"
             ) from error
     return tuple(given)
+
+
+def of_random_elements(tree: PyTree, count: int, seed: int) -> Parts:
+    """Divide the elements of every leaf at random among parts.
+
+    The result depends on the shapes and the seed only. Each part has the same number of
+    elements of a leaf, up to one.
+    """
+    parts: list[list[Piece]] = [[] for _ in range(count)]
+    for leaf, array in enumerate(jax.tree.leaves(tree)):
+        shape = jnp.shape(array)
+        if not math.prod(shape):
+            parts[0].append(Piece(leaf))
+            continue
+        for part in range(count):
+            elements = Elements(leaf, part, count, seed, shape)
+            if elements.size:
+                parts[part].append(Piece(leaf, elements))
+    return Parts(map(tuple, parts))
 
 
 def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:

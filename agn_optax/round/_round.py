@@ -166,7 +166,8 @@ def local_step_of_parts(
     """
     cut = zip(parts.cut(grads), states, parts.cut(params), centers, strict=True)
     recorded = [_record(rule, *part, layout) for part in cut]
-    grads = _parts.join([grads for grads, _ in recorded])
+    if rule.penalty is not None:  # else they are unchanged
+        grads = _parts.join([grads for grads, _ in recorded])
     updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
     states = [state for _, state in recorded]
     return optax.tree.cast_like(updates, params), inner_state, states
@@ -366,32 +367,56 @@ def weigh(
     return discounted(rule, message, **extra_arguments(extra_args))
 
 
-def relative_weight(rule: Rule, weight: Any, mean_weight: Any) -> Any:
-    """Return a weight relative to the mean of its round; None if all count alike."""
-    return weight / mean_weight if rule.combine == "mean" else None
+def counted_weight(rule: Rule, weight: Any, steps: Any) -> Any:
+    """Return the weight by which a message counts in its round; see `Rule.weight`.
+
+    None if it counts as 1.
+    """
+    if rule.weight is None:
+        return weight
+    return rule.weight(steps if weight is None else weight, steps)
+
+
+class Factors(NamedTuple):
+    """How the messages of a round count, for a center outside the program."""
+
+    factors: list[float]  # of each message, before they are combined
+    weights: list[float]  # of each message, for a weighted `Combine`
+    divisor: float  # of the sum
+    mean_weight: float  # of the weights that workers gave
 
 
 def factors_of_round(
-    rule: Rule, weights: Sequence[float | None], decays: Sequence[float]
-) -> tuple[list[float], float, float]:
-    """Return how the messages of a round count, for a center outside the program.
+    rule: Rule,
+    weights: Sequence[float | None],
+    steps: Sequence[int],
+    decays: Sequence[float],
+) -> Factors:
+    """Return how the messages of a round count.
 
     Args:
       rule: the rule of the center.
-      weights: weight of each worker's round; a missing weight counts as 1.
+      weights: weight of each worker's round; None if it gave none.
+      steps: local steps of each message, positive.
       decays: factor of each message for its staleness, ignored if the rule discounts
         messages itself.
-
-    Returns:
-      The factor of each message, the divisor of their sum, and the mean weight.
     """
+    count = len(weights)
+    factors = [1.0] * count if rule.discount else list(decays)
     given = [1.0 if weight is None else weight for weight in weights]
-    mean = math.fsum(given) / len(given)
-    relative = [relative_weight(rule, weight, mean) for weight in given]
-    if rule.discount:
-        decays = [1.0] * len(given)
-    factors = [d if w is None else d * w for d, w in zip(decays, relative, strict=True)]
-    return factors, float(len(given) if rule.combine == "mean" else 1), mean
+    mean = math.fsum(given) / count
+    if not rule.is_weighted:
+        return Factors(factors, [1.0] * count, 1.0, mean)
+    counted = [
+        1.0 if (weight := counted_weight(rule, *each)) is None else float(weight)
+        for each in zip(weights, steps, strict=True)
+    ]
+    middle = math.fsum(counted) / count
+    relative = [weight / middle for weight in counted]
+    if not rule.is_summed:
+        return Factors(factors, relative, 1.0, mean)
+    factors = [f * w for f, w in zip(factors, relative, strict=True)]
+    return Factors(factors, relative, float(count), mean)
 
 
 def add_message(
@@ -413,13 +438,17 @@ def add_message(
     return message if total is None else jax.tree.map(jnp.add, total, message)
 
 
-def combine_round(rule: Rule, messages: Sequence[PyTree]) -> PyTree:
+def combine_round(
+    rule: Rule, messages: Sequence[PyTree], weights: Sequence[jax.Array]
+) -> PyTree:
     """Combine the messages of a round, for rules that do not sum them.
 
-    Each is a result of `add_message`, whose ``total`` was None.
+    Each is a result of `add_message`, whose ``total`` was None. The weights are those
+    of `Factors`.
     """
     together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
-    return combine_messages(rule, together, robust.total_of_leaves)
+    total = robust.total_of_leaves
+    return combine_messages(rule, together, total, jnp.stack(weights))
 
 
 def receive_round(
@@ -449,11 +478,18 @@ def receive_round(
 
 
 def combine_messages(
-    rule: Rule, messages: PyTree, total: Callable[[PyTree], jax.Array]
+    rule: Rule,
+    messages: PyTree,
+    total: Callable[[PyTree], jax.Array],
+    weights: jax.Array | None = None,
 ) -> PyTree:
-    """Combine all messages of a round as the rule's `Combine` describes them."""
+    """Combine all messages of a round as the rule's `Combine` describes them.
+
+    The weights, [messages], are relative to their mean; None counts all alike.
+    """
     assert isinstance(rule.combine, robust.Combine)
-    return rule.combine.function(messages, total)
+    weighted = (weights,) if rule.combine.weighted else ()
+    return rule.combine.function(messages, total, *weighted)
 
 
 def descend(
@@ -490,6 +526,8 @@ def apply(
       The new center, and the new state of the center optimizer.
     """
     updates, center_state = descend(rule, message, center, center_state, extra_args)
+    if rule.replaces:
+        return overwrite(center, updates), center_state
     return optax.apply_updates(center, updates), center_state
 
 
@@ -773,13 +811,18 @@ def _send(
         "since": state.exchanges,
         "workers": layout.num_participants(state.exchanges),
     }
-    relative = None
+    mean_weight = relative = None
     if (weight := extra_args.get("weight")) is not None:
         check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
         weight = jnp.asarray(weight, float)
         mean_weight = layout.mean_over_participants(weight, state.exchanges)
         center_args["weight"] = mean_weight
-        relative = relative_weight(rule, weight, mean_weight)
+    counted = counted_weight(rule, weight, local.local_steps)
+    if rule.is_weighted and counted is not None:
+        if rule.weight is not None:
+            counted = jnp.asarray(counted, float)
+            mean_weight = layout.mean_over_participants(counted, state.exchanges)
+        relative = counted / mean_weight
     message = _combined(rule, layout, params, state, contribution, part, relative)
     state = state._replace(
         local=local._replace(codec_state=codec_state),
@@ -812,11 +855,10 @@ def _combined(
         alike.
     """
     piece = state.center
-    combine = (
-        rule.combine
-        if isinstance(rule.combine, str)
-        else functools.partial(combine_messages, rule)
-    )
+    combine: Any = rule.combine
+    if not rule.is_summed:
+        weights = None if relative is None else layout.gather(relative)
+        combine, relative = functools.partial(_combined_by, rule, weights), None
 
     def message_to(center: PyTree, contribution: PyTree) -> PyTree:
         return optax.tree.cast_like(message_of(rule, contribution, center), piece)
@@ -831,6 +873,15 @@ def _combined(
     if relative is not None:
         message = trees.scaled(message, relative)
     return layout.combine(message, combine, params, piece, state.exchanges)
+
+
+def _combined_by(
+    rule: Rule,
+    weights: jax.Array | None,
+    messages: PyTree,
+    total: Callable[[PyTree], jax.Array],
+) -> PyTree:
+    return combine_messages(rule, messages, total, weights)
 
 
 def _receive(

@@ -26,8 +26,11 @@ Fingerprint = Mapping[str, Any]
 
 # The parts that workers run; a center may have others for the same contributions.
 _AT_WORKERS = {"contribution", "encoding", "adopt", "penalty", "adopts", "codec"}
-_AT_WORKERS |= {"needs_params", "needs_anchor"}
-SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor", "codec")
+_AT_WORKERS |= {"needs_params", "needs_anchor", "replaces"}
+SETTINGS = (
+    *("name", "combine", "adopts", "replaces"),
+    *("needs_params", "needs_anchor", "codec"),
+)
 
 
 @functools.lru_cache(maxsize=32)
@@ -139,6 +142,12 @@ def _penalty(rule: Rule) -> PyTree:
     return rule.penalty.update(_probe(3.0), state, params, center=_probe(2.0))[0]
 
 
+def _weight(rule: Rule) -> PyTree:
+    if rule.weight is None:
+        return ()
+    return [jnp.asarray(rule.weight(weight, 2.0)) for weight in (2.0, 3.0)]
+
+
 def _center(rule: Rule) -> PyTree:
     center, results = _probe(2.0), []
     state = rule.center.init(center)
@@ -162,6 +171,7 @@ _PARTS: Mapping[str, Callable[[Rule], PyTree]] = {
     "encoding": lambda rule: _encoded(rule.codec),
     "message": lambda rule: _called(rule.message),
     "adopt": lambda rule: _called(rule.adopt),
+    "weight": _weight,
     "penalty": _penalty,
     "center": _center,
 }

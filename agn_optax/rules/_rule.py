@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
 from agn_optax.rules._combinators import (
     accumulate,
@@ -22,9 +23,9 @@ from agn_optax.rules._combinators import (
     per_step,
     scale_by_staleness,
 )
-from agn_optax.rules._declared import elementwise
+from agn_optax.rules._declared import Reads
 from agn_optax.rules.codecs import Codec, check_codec, identity
-from agn_optax.rules.robust import Combine
+from agn_optax.rules.robust import Combine, radial
 
 PyTree = Any
 
@@ -84,12 +85,18 @@ class Rule:
         center) are combined. ``"sum"`` adds them, and ``"mean"`` averages them by their
         ``weight``; both may be computed while messages are transmitted. A `Combine` of
         `agn_optax.robust` needs all messages at once.
+      weight: ``(weight, steps) -> weight``, by which a mean or a weighted `Combine`
+        counts a message instead of the weight that its worker gave: from that weight,
+        or the number of local steps if it gave none, and the local steps. All are
+        scalars, of Python or of JAX. None counts the given weight, 1 without one.
       adopt: ``(params, center) -> params``, how a worker adopts the center. None
         replaces the parameters by the center.
       adopts: which center the worker adopts: the one ``"before"`` or the one
         ``"after"`` its own message.
-      keeps_progress: whether a worker keeps the local steps that it made while its
-        message was in flight, because of ``overlap`` or a lost center.
+      replaces: whether messages are values and not moves. Then the result of the center
+        optimizer replaces the center, to which it is otherwise added; and an answer
+        replaces a worker's parameters, even if it has made local steps since its
+        message (because of ``overlap`` or a lost center).
       needs_params: whether ``contribution`` reads the worker's parameters. If not, it
         gets None for them, and the drop-in form is faster.
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor. If not,
@@ -134,9 +141,10 @@ class Rule:
     )
     penalty: optax.GradientTransformation | None = None
     combine: Combine | Literal["sum", "mean"] = "sum"
+    weight: Callable[[Any, Any], Any] | None = None
     adopt: Callable[[PyTree, PyTree], PyTree] | None = None
     adopts: Literal["before", "after"] = "after"
-    keeps_progress: bool = True
+    replaces: bool = False
     needs_params: bool = True
     needs_anchor: bool = True
     codec: Codec = dataclasses.field(default_factory=identity)
@@ -148,6 +156,12 @@ class Rule:
             hint = ", or one of agn_optax.robust, such as robust.median()"
             check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"), hint)
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
+        if self.weight is not None and not self.is_weighted:
+            raise errors.InvalidArgumentError(
+                f"weight {of_rule} has no effect with combine={str(self.combine)!r}, "
+                "which counts all messages alike: leave it out, or combine by 'mean' "
+                "or robust.radial()"
+            )
         check_codec(self.codec, f"codec {of_rule}")
         if self.codec.of_differences and self.message is not None:
             combinations.reject(
@@ -168,9 +182,15 @@ class Rule:
         return not isinstance(self.combine, Combine)
 
     @property
-    def combines_elements(self) -> bool:
-        """True if the messages of a round are combined element by element."""
-        return not isinstance(self.combine, Combine) or self.combine.elementwise
+    def is_weighted(self) -> bool:
+        """True if the messages of a round count by their weights."""
+        combine = self.combine
+        return combine.weighted if isinstance(combine, Combine) else combine == "mean"
+
+    @property
+    def combine_reads(self) -> Reads:
+        """The part of a round's messages that an element of the combined one needs."""
+        return self.combine.reads if isinstance(self.combine, Combine) else "element"
 
 
 def check_rule(value: Any) -> None:
@@ -483,6 +503,60 @@ def diloco(
     return dataclasses.replace(average(codec=codec), name="diloco", center=center)
 
 
+class _TokensSquared:
+    """The weight ``tokens ** 2 / steps``: tokens times tokens per step."""
+
+    def __call__(self, tokens: Any, steps: Any) -> Any:
+        return tokens * (tokens / steps)  # a square of int32 could overflow
+
+
+def decoupled_diloco(
+    center: optax.GradientTransformation | None = None, *, codec: Codec | None = None
+) -> Rule:
+    r"""Return the rule Decoupled DiLoCo: radial averages by tokens and steps.
+
+    .. math::
+        w_i = \frac{t_i^2}{s_i}; \qquad m = \text{radial}(a - x_i; w_i); \qquad
+        c' = c + \text{center}(m); \qquad x \leftarrow c'
+
+    where :math:`s_i` are the local steps of a message, and :math:`t_i` the tokens that
+    its worker saw in them: the ``weight`` that it gives to each exchange. Without a
+    weight, each step counts as one token, so that :math:`w_i = s_i`. `robust.radial` is
+    the mean direction with the mean length, for each leaf.
+
+    `agn_optax.center.decoupled_diloco` returns this rule with the mode of its center.
+
+    Args:
+      center: the outer optimizer; None is ``optax.sgd(0.7, momentum=0.9,
+        nesterov=True)``. Use AdamW as the inner optimizer.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
+
+    Returns:
+      The rule, for a mesh and for a center with ``mode=Synchronous(...)``.
+
+    Raises:
+      InvalidTypeError: ``center`` is not an optax optimizer.
+
+    Example:
+      >>> from agn_optax import rules
+      >>> rule = rules.decoupled_diloco()
+      >>> print(rule.combine, rule.weight(512, 4))
+      radial 65536.0
+
+    References:
+      Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
+      Pre-training*, 2026. Abstract and summaries were read; the weight and the radial
+      mean follow public implementations.
+    """
+    return dataclasses.replace(
+        diloco(center, codec=codec),
+        name="decoupled_diloco",
+        combine=radial(),
+        weight=_TokensSquared(),
+    )
+
+
 def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Rule:
     r"""Return the rule of elastic averaging (EASGD).
 
@@ -560,11 +634,11 @@ def moments(*, codec: Codec | None = None) -> Rule:
 
     It is for workers whose parameters are fields of the states of inner optimizers
     (`agn_optax.moments_of`), in rounds. Workers send the values themselves, and all
-    messages count alike, whatever their weight. So the mean of values that are never
-    negative, such as Adam's second moments, is never negative. With displacements, as
-    in `average`, a rounding error could make it negative, and Adam's next step would
-    not be finite. For the same reason a worker does not add its changes since a message
-    to the answer of this message.
+    messages count alike, whatever their weight. So the center is exactly their mean.
+    With displacements, as in `average`, it has rounding errors of the size of the
+    earlier center. Adam's second moments, which may have become much smaller since,
+    could be negative, and Adam's next step would not be finite. For the same reason a
+    worker does not add its changes since a message to the answer of this message.
 
     Args:
       codec: how contributions are encoded, one of `agn_optax.codecs` that sends all
@@ -593,12 +667,12 @@ def moments(*, codec: Codec | None = None) -> Rule:
 
     return Rule(
         name="moments",
-        center=elementwise(optax.stateless(optax.tree.sub)),
+        center=optax.identity(),
         contribution=_Parameters(),
         message=lambda contribution, c: contribution,
         discount=optax.identity(),  # values count in full, however old
         combine=Combine(mean, name="mean of all"),
-        keeps_progress=False,
+        replaces=True,
         needs_anchor=False,
         codec=codec or identity(),
         elementwise=True,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
+from agn_optax.rules._declared import WIDTHS, Reads
 
 PyTree = Any
 Total = Callable[[PyTree], jax.Array]  # partial sums, one for each leaf -> their sum
@@ -50,8 +51,12 @@ class Combine:
         their sum over all elements of all leaves.
       name: name with settings. Worker and center compare it, to check that they have
         the same combination.
-      elementwise: whether each element of the result depends on that element of the
-        messages alone. If not, ``function`` calls ``total``.
+      reads: the part of the messages that an element of the result depends on:
+        ``"element"`` for that element alone, ``"leaf"`` for its leaf, ``"tree"`` for
+        the whole messages. With the last two, ``function`` calls ``total``.
+      weighted: whether the messages count by their weights. Then ``function`` has a
+        third argument: the weights relative to their mean, as [messages], or None if
+        all count alike.
 
     Example:
       The largest displacement of each element:
@@ -66,10 +71,14 @@ class Combine:
       largest
     """
 
-    function: Callable[[PyTree, Total], PyTree]
+    function: Callable[..., PyTree]
     _: dataclasses.KW_ONLY
     name: str
-    elementwise: bool = True
+    reads: Reads = "element"
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        check.one_of(self.reads, f"reads of {self.name}", WIDTHS)
 
     def __str__(self) -> str:
         return self.name
@@ -177,25 +186,29 @@ def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
         best = jnp.argsort(scores)[:keep]
         return jax.tree.map(lambda m: m[best].mean(axis=0), messages)
 
-    return Combine(combine, name=name, elementwise=False)
+    return Combine(combine, name=name, reads="tree")
 
 
 def radial() -> Combine:
     r"""Combine messages by their mean length and mean direction, for each leaf.
 
-    .. math:: m = \frac1n \sum_i |m_i| \cdot \frac{w}{\max(|w|, n / 32)}, \qquad
-        w = \sum_i m_i / |m_i|
+    .. math:: m = \frac1n \sum_i w_i |m_i| \cdot \frac{u}{\max(|u|, n / 32)}, \qquad
+        u = \sum_i w_i m_i / |m_i|
+
+    where :math:`w_i` is the weight of a message relative to the mean of its round, 1
+    without weights.
 
     The mean of n messages that are nearly orthogonal is :math:`\sqrt n` times shorter
     than the messages; this combination is as long as they are on average. If the
-    directions cancel, there is no mean direction: below :math:`|w| = n / 32` the result
-    becomes shorter in proportion to :math:`|w|`, and it is 0 for :math:`w = 0`, for
+    directions cancel, there is no mean direction: below :math:`|u| = n / 32` the result
+    becomes shorter in proportion to :math:`|u|`, and it is 0 for :math:`u = 0`, for
     example if two workers move a leaf of one element in opposite directions.
-    (:math:`w / |w|` alone would be 0 / 0 there, or have the full mean length and the
+    (:math:`u / |u|` alone would be 0 / 0 there, or have the full mean length and the
     sign of a rounding error.)
 
-    A long message has no more influence on the direction than a short one, but its
-    length counts in the mean length, so this is no protection against bad messages.
+    A long message has no more influence on the direction than a short one of the same
+    weight, but its length counts in the mean length, and a worker chooses its weight:
+    this is no protection against bad messages.
 
     Returns:
       A value for the ``combine`` of a `Rule`.
@@ -210,10 +223,12 @@ def radial() -> Combine:
     References:
       Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
       Pre-training*, 2026. The formula follows public implementations; the bound
-      :math:`n / 32` is ours.
+      :math:`n / 32` is ours, and so is the mean length by weight.
     """
 
-    def combine(messages: PyTree, total: Total) -> PyTree:
+    def combine(
+        messages: PyTree, total: Total, weights: jax.Array | None = None
+    ) -> PyTree:
         leaves, treedef = jax.tree.flatten(messages)
         if not leaves:
             return messages
@@ -235,19 +250,22 @@ def radial() -> Combine:
 
         tiny = float(jnp.finfo(jnp.float32).tiny)
         lengths = norms(leaves, 1)  # [leaves, messages]
+        if weights is None:
+            weights = jnp.ones(count)
+        weights = weights.astype(lengths.dtype)
         directions = [
-            jnp.tensordot(1 / jnp.maximum(lengths_of_leaf, tiny), leaf, axes=1)
+            jnp.tensordot(weights / jnp.maximum(lengths_of_leaf, tiny), leaf, axes=1)
             for lengths_of_leaf, leaf in zip(lengths, leaves, strict=True)
         ]
         direction_norms = jnp.maximum(norms(directions, 0), _LEAST_AGREEMENT * count)
-        factors = lengths.mean(axis=1) / direction_norms
+        factors = (weights * lengths).mean(axis=1) / direction_norms
         combined = [
             (factor * direction).astype(leaf.dtype)
             for factor, direction, leaf in zip(factors, directions, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, combined)
 
-    return Combine(combine, name="radial", elementwise=False)
+    return Combine(combine, name="radial", reads="leaf", weighted=True)
 
 
 def _sorted_rows(messages: jax.Array) -> list[jax.Array]:

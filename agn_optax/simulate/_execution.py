@@ -430,7 +430,7 @@ class Execution:
         last, versions, values = (
             zip(*self._evaluations, strict=True) if self._evaluations else ((), (), ())
         )
-        steps = np.cumsum(planned.steps[rows])
+        steps = np.cumsum(planned.steps[rows]) // len(self.stores)
         moved = np.add(planned.message_bytes, planned.answer_bytes)
         evaluations = np.array(jax.device_get([*values]), np.float64)
         digest = hashlib.blake2b(digest_size=8)

@@ -30,7 +30,8 @@ class Traces:
         ``serve``; with fragments, a tuple with that of each fragment's center.
       rows: index of the message in the arrays of the schedule.
       seconds: simulated seconds until the center settled the message.
-      steps: local steps in all messages so far.
+      steps: local steps in all messages so far. With n fragments, a local step is in a
+        message of each, and counts as 1 / n, rounded down.
       samples: samples in these steps; a batch has as many as the first axis of its
         first array.
       bytes: bytes of all messages so far and of their answers.

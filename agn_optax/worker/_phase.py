@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import optax
 
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import Fragments, LocalState, parts, steps
 from agn_optax.rules import Rule
 from agn_optax.worker._fragment import Loop, check_called_from_python, not_its_state
@@ -24,6 +24,7 @@ from agn_optax.worker._programs import (
     local_phase,
     replace_if_not_finite,
 )
+from agn_optax.worker._shardings import shardings_of
 
 PyTree = Any
 
@@ -115,6 +116,13 @@ class FragmentedModel:
 
     def check(self, params: PyTree, state: Any = None) -> None:
         check.float_leaves(params, "params")
+        seed, shardings = self._fragments.seed, shardings_of(params)
+        if seed is not None and shardings is not None and shardings.spans_processes:
+            combinations.reject(
+                "fragments of random elements",
+                "a worker of several processes",
+                f"{self._fragments}",
+            )
         expected = jax.eval_shape(self._init_inner, params)
         if state is not None:
             self.split_state(state)

@@ -95,7 +95,7 @@ def programs(
     # True if local steps since the message are kept in full, not mixed. A rule that
     # adopts the center before the message (easgd) moves worker and center by the same
     # difference, computed from the parameters as sent: later steps must not change it.
-    keeps_progress = rule.keeps_progress and (not delay or rule.adopts == "before")
+    keeps_progress = not rule.replaces and (not delay or rule.adopts == "before")
     # True if a copy of the sent parameters is kept, to compute the progress since,
     # because the contribution does not determine them.
     keeps_sent = keeps_progress and not rounds.recovers(rule)

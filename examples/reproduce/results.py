@@ -70,7 +70,8 @@ def _section(name: str) -> str:
     if (FOLDER / f"{name}.svg").exists():
         parts.append(f"![{numbers['title']}](figures/results/{name}.svg)")
     for table in (Table(**each) for each in numbers["tables"]):
-        parts.append(f"{table.title}:\n\n{table.markdown()}")
+        title = table.title.rstrip(":")
+        parts.append(f"{title}:\n\n{table.markdown()}")
     seeds = f"{numbers['seeds']} seeds" if numbers["seeds"] else "Nothing is random"
     parts.append(
         f"Source: {numbers['source']}. {seeds}; "

@@ -1,5 +1,6 @@
 """Modes by themselves, and a mode that does not come with the library."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ class Entry(NamedTuple):
 
 class PendingMessages:
     """Messages that wait, by worker: their round staleness and rounds ahead."""
+
+    step_time = None
 
     def __init__(self, is_complete=False, **lateness):
         self.is_complete, self._lateness = is_complete, lateness
@@ -84,6 +87,23 @@ def test_round_ends_when_all_messages_are_there_or_with_its_grace():
     assert (due(mode, waiting, 3.9), due(mode, waiting, 4.0)) == ("", "ab")
     assert due(mode, PendingMessages(is_complete=True, a=(0, 0))) == "a"
     assert mode.deadline(PendingMessages(a=(0, 0))) == math.inf
+
+
+def test_grace_period_is_the_slack_of_the_fastest_worker():
+    mode = Synchronous(quorum=1, grace=7.0, slack_steps=10, sync_time=1.0)
+    waiting = PendingMessages(a=(0, 0))
+    assert mode.deadline(waiting) == 7.0  # no step time is known
+    waiting.step_time = 0.5
+    assert mode.deadline(waiting) == 10 * 0.5 - 1.0
+    half = dataclasses.replace(mode, slack_share=0.5)
+    assert half.deadline(waiting) == 2.0
+    waiting.step_time = 0.01  # the synchronization takes longer than the slack
+    assert mode.deadline(waiting) == 0.0
+
+
+def test_slack_without_a_quorum_is_rejected():
+    with pytest.raises(errors.InvalidArgumentError, match="slack_steps needs a quorum"):
+        Synchronous(slack_steps=1)
 
 
 def test_only_rounds_have_weights():

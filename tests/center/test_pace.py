@@ -13,7 +13,7 @@ from helpers import center_kinds, sessions, shared, tuning
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.center import BoundedStaleness, Journal, Submission
+from agn_optax.center import Asynchronous, BoundedStaleness, Journal, Submission
 
 LIMIT = 60  # s, generous: no test should come near it
 
@@ -81,6 +81,21 @@ def test_new_worker_is_measured_from_its_second_round():
     assert made.round("b", seconds=2.5, steps=10) == 1.0
     assert made.ledger.pace("a") == 0.5
     assert made.ledger.pace("nobody") is None
+
+
+def test_step_time_is_that_of_the_fastest_registered_worker():
+    made = Workers(Asynchronous())
+    made.join("slow", "fast")
+    assert made.ledger.step_time is None
+    for name in ("slow", "fast"):
+        made.submit(name)
+    made.submit("fast", after=2.0, steps=8)
+    made.submit("slow", after=2.0, steps=4)
+    assert made.ledger.step_time == 0.25
+    made.ledger.leave("fast", "1")
+    assert made.ledger.step_time == 1.0
+    made.ledger.leave("slow", "1")
+    assert made.ledger.step_time is None
 
 
 def test_single_outlier_round_does_not_change_the_pace():

@@ -25,17 +25,18 @@ from agn_optax.center import Journal, ShardedCenter, Synchronous
 
 PERIOD = 4
 FRAGMENTS = agn_optax.Fragments(2)
+RANDOM = agn_optax.Fragments(2, seed=5)
 PARAMS = {"a": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(5), "s": jnp.ones(())}
 INNER = shared.adam(0.05)
 
 
-def shards(rule=None, params=PARAMS, **settings):
+def shards(rule=None, params=PARAMS, fragments=FRAGMENTS, **settings):
     """Return a center in shards with one fragment of the parameters each."""
     rule = rule or shared.diloco()
-    parts = FRAGMENTS.divide(params).cut(params)
+    parts = fragments.divide(params).cut(params)
     return ShardedCenter(
         [agn_optax.LocalCenter(rule, part, **settings) for part in parts],
-        fragments=FRAGMENTS,
+        fragments=fragments,
     )
 
 
@@ -87,14 +88,15 @@ def in_a_program(rule, params, targets, fragments):
     return loop
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("fragments", [FRAGMENTS, RANDOM], ids=["leaves", "elements"])
 @pytest.mark.parametrize("name", RULES)
-def test_8_fragments_give_the_numbers_of_the_split_form(name):
+def test_8_fragments_give_the_numbers_of_the_split_form(name, fragments):
     rule, params = RULES[name](), tree()
     targets = feeds(params, 3 * PERIOD)
-    loop = in_a_program(rule, params, targets, FRAGMENTS)
-    center = shards(rule, params)
-    worker = worker_of(center)
+    loop = in_a_program(rule, params, targets, fragments)
+    center = shards(rule, params, fragments)
+    worker = worker_of(center, fragments=fragments)
     assert isinstance(worker, agn_optax.Worker)
     actual, state = run_worker(worker, *worker.start(), targets)
     assert versions(center) == (3, 3)
@@ -495,3 +497,28 @@ def test_subclass_of_worker_takes_fragments():
     targets = feeds(PARAMS, PERIOD)
     each = [run_worker(w, *w.start(), targets) for w in (worker, own)]
     assert_identical(*each)
+
+
+def test_worker_with_another_seed_is_rejected_by_name():
+    center = shards(fragments=RANDOM)
+    worker_of(center, fragments=RANDOM).start(PARAMS)
+    other = worker_of(center, fragments=agn_optax.Fragments(2, seed=6), name="other")
+    with pytest.raises(errors.TreeMismatchError, match=r"seed=6.*seed=5"):
+        other.start(PARAMS)
+
+
+def test_whole_model_is_read_and_exchanged_in_random_elements():
+    center = shards(shared.downpour(), fragments=RANDOM)
+    assert_identical(center.pull().params, PARAMS)
+    worker = worker_of(center, fragments=None, inner=shared.sgd(0.1), period=1)
+    params, state = worker.start(PARAMS)
+    moved = jax.tree.map(lambda x: x + 1, params)
+    adopted, _ = worker.exchange(moved, state)
+    assert_close(adopted, jax.tree.map(lambda x: x + 1, PARAMS))
+    encoded = shards(shared.downpour(codec=QUANTIZED), fragments=RANDOM)
+    worker = worker_of(encoded, fragments=None, inner=shared.sgd(0.1), period=1)
+    with pytest.raises(errors.InvalidArgumentError, match="a center in shards and"):
+        worker.start(PARAMS)
+    params, state = worker.start()
+    with pytest.raises(errors.InvalidArgumentError, match="encodes the whole model"):
+        worker.exchange(params, state)

@@ -152,7 +152,7 @@ def test_center_optimizers_accept_their_options(name, served):
     [
         ({}, "no rule: give --rule NAME .agn, .*--rule-from"),
         ({"learning_rate": 0.1}, "no rule"),
-        ({"rule": "ang"}, "--rule must be one of agn, .*easgd, got 'ang'"),
+        ({"rule": "ang"}, "--rule must be one of agn, .*moments, got 'ang'"),
         ({"rule": "agn"}, "rule agn needs --center-optimizer, one of adabelief, "),
         ({"rule": "easgd"}, "rule easgd needs --moving-rate"),
         ({"rule": "easgd", "moving_rate": 2.0}, r"moving_rate must be .*\(0, 1\]"),
@@ -236,6 +236,10 @@ def test_rule_is_imported_from_a_module(training, served):
         ({"max_rounds_ahead": 2}, BoundedStaleness(rounds=2)),
         ({"max_versions_behind": 0}, BoundedStaleness(versions=0)),
         ({"quorum": 2, "grace": 1.5, "late": "drop"}, Synchronous(2, 1.5, "drop")),
+        (
+            {"quorum": 2, "slack_steps": 5, "slack_share": 0.5, "sync_time": 0.1},
+            Synchronous(2, slack_steps=5, slack_share=0.5, sync_time=0.1),
+        ),
     ],
 )
 def test_mode_is_made_from_options(options, mode, served):
@@ -390,6 +394,8 @@ def test_serve_combines_a_round_with_krum(address):
         (["--combine=median"], "got rule 'downpour' with median, mode=Asynchronous()"),
         (["--mode=synchronous", "--max-rounds-ahead=1"], "applies to --mode bounded"),
         (["--mode=synchronous", "--late=never"], "late must be 'next'"),
+        (["--mode=synchronous", "--slack-steps=2"], "slack_steps needs a quorum"),
+        (["--rule=decoupled_diloco"], "with radial, mode=Asynchronous()"),
         (["--mode=synchronous", "--quorum=0"], "quorum must be a whole number >= 1"),
         (["--address=nowhere"], 'an address must be "host:port"'),
         (["--address=0.0.0.0:0"], "insecure=True"),

@@ -134,12 +134,12 @@ def _scenarios():
         overtaken_at=(4, 5),
     )
     made["rounds"] = Scenario(by_rule["diloco"], together=True)
-    # Krum and radial read whole messages, which no shard of a center has.
+    # Krum reads whole messages, which no shard of a center has.
     for name, combine, shards in (
         ("median", robust.median(), 2),
         ("krum", robust.krum(1), 1),
         ("krum_keep", robust.krum(1, keep=2), 1),
-        ("radial", robust.radial(), 1),
+        ("radial", robust.radial(), 2),
     ):
         rule = dataclasses.replace(by_rule["diloco"], combine=combine)
         made[f"rounds_{name}"] = Scenario(rule, shards=shards, together=True)

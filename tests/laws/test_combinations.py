@@ -62,7 +62,9 @@ RULES = {
     "median": lambda codec: dataclasses.replace(
         shared.average(codec=codec), combine=robust.median()
     ),
+    "decoupled": functools.partial(shared.decoupled_diloco, MOMENTUM),
 }
+IN_ROUNDS = ("median", "decoupled")
 # These read whole leaves, or have several models in their state.
 ACROSS = ("drift", "heloco", "isoloco", "ringleader")
 CODECS = {
@@ -87,6 +89,7 @@ FRAGMENTS = {
     "whole": None,
     "fragments": agn_optax.Fragments(2),
     "delayed": agn_optax.Fragments(2, delay=1, mixing=0.25),
+    "random": agn_optax.Fragments(2, seed=1),
 }
 # The largest distance to the minimum after this many rounds.
 ROUNDS = 50
@@ -395,8 +398,10 @@ def rejection(rule, codec, place, dtype, fragments):
     outside = ("embedded", "overlapping", "served", "in shards")
     if rule.startswith("easgd") and CODECS[codec].of_differences:
         return "must send all elements"
-    if rule == "median" and place in outside:
+    if rule in IN_ROUNDS and place in outside:
         return "one by one"
+    if fragments == "random" and rule in (*ACROSS, "decoupled"):
+        return "fragments of random elements and"
     if fragments == "delayed":
         if place in ("shards of towers", "in pairs"):
             return "a message in flight needs one center"
@@ -415,7 +420,7 @@ def rejection(rule, codec, place, dtype, fragments):
         return "a center in shards and"
     if place == "in pairs" and codec != "identity":
         return "sends centers along"
-    if place == "in pairs" and rule == "median":
+    if place == "in pairs" and rule in IN_ROUNDS:
         return "it must be 'sum' or 'mean'"
     if place == "shards of towers" and codec not in ("identity", "cast"):
         return "a center in shards and"

@@ -31,14 +31,14 @@ TURNS = agn_optax.Fragments(2)  # with a period of 4: after 2 steps, and after 4
 AT_ONCE = agn_optax.Fragments(2, offsets=(PERIOD, PERIOD))
 ONE = agn_optax.Fragments(1)
 LATE = agn_optax.Fragments(2, delay=1, mixing=0.5)
+RANDOM_AT_ONCE = dataclasses.replace(AT_ONCE, seed=1)
 INNER = shared.adam(0.05)
 
 
 @functools.cache
 def drop_in(rule, fragments, **options):
-    return agn_optax.exchange_every(
-        INNER, RULES[rule](), PERIOD, fragments=fragments, **options
-    )
+    made = (RULES | {"decoupled_diloco": shared.decoupled_diloco})[rule]()
+    return agn_optax.exchange_every(INNER, made, PERIOD, fragments=fragments, **options)
 
 
 @functools.cache
@@ -71,7 +71,9 @@ def steps_of(params, count=STEPS, **options):
     [
         *((rule, "float32", AT_ONCE) for rule in RULES),
         *((rule, "bfloat16", AT_ONCE) for rule in ("agn", "easgd_rho")),
+        *((rule, "float32", RANDOM_AT_ONCE) for rule in RULES),
         ("diloco", "float32", ONE),
+        ("decoupled_diloco", "float32", AT_ONCE),
     ],
 )
 def test_14_all_fragments_at_once_equal_no_fragments(rule, dtype, fragments):
@@ -83,6 +85,20 @@ def test_14_all_fragments_at_once_equal_no_fragments(rule, dtype, fragments):
     assert_close(actual, expected, tolerance=1e-6 if dtype == "float32" else None)
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert a.dtype == b.dtype
+
+
+def test_worker_adopts_the_random_elements_that_traveled_and_keeps_the_others():
+    fragments = agn_optax.Fragments(4, seed=7)
+    tx = agn_optax.phases(INNER, shared.diloco(), fragments=fragments)
+    params = tree()
+    params, state = step(tx, params, tx.init(params), at(steps_of(params), 0))
+    adopted, state = tx.exchange(params, state, fragment=2)
+    center = agn_optax.center_params(state)
+    parts = fragments.divide(params)
+    for part in range(4):
+        new, old, c = (parts.take(part, x) for x in (adopted, params, center))
+        assert_identical(new, c if part == 2 else old)
+    assert not all(map(np.array_equal, *map(jax.tree.leaves, (adopted, params))))
 
 
 def run_turns(tx, fragments, params, targets):
@@ -109,6 +125,9 @@ EVERY = {
     "diloco late": LATE,
     "easgd_rho late": dataclasses.replace(LATE, mixing=0.0),
     "average mixed": agn_optax.Fragments(2, mixing=0.25),
+    "diloco random": agn_optax.Fragments(3, seed=1),
+    "easgd_rho random": agn_optax.Fragments(3, seed=1),
+    "agn random late": agn_optax.Fragments(3, delay=1, mixing=0.5, seed=1),
 }
 
 
@@ -512,6 +531,12 @@ def test_compiled_round_sends_one_fragment_at_a_time():
         (lambda: agn_optax.Fragments(2, delay=4).due(1, 4), "delay=4.* period of 4"),
         (lambda: agn_optax.Fragments(2, (1, 9)).due(1, 4), r"\(1, 9\) and a period"),
         (lambda: agn_optax.Fragments(9).divide(tree()), "3 leaves, too few for 9"),
+        (lambda: agn_optax.Fragments(2, seed=-1), "seed must be a whole number"),
+        (lambda: agn_optax.Fragments(["."], seed=1), "parts must be a number"),
+        (
+            lambda: agn_optax.Fragments(99, seed=1).divide(jnp.ones(3)),
+            "have 3 elements, too few for 99 fragments",
+        ),
         (
             lambda: agn_optax.Fragments(["layers"]).divide(tree()),
             "found in the path 'scale'",
@@ -543,6 +568,12 @@ def test_settings_that_fragments_do_not_support_are_rejected():
             placement=shards,
             fragments=agn_optax.Fragments(2, delay=1),
         )
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    for rule in (shared.diloco(clipped), shared.decoupled_diloco()):
+        with rejected(
+            errors.InvalidArgumentError, match="fragments of random elements"
+        ):
+            make(rule, fragments=agn_optax.Fragments(2, seed=0))
     with rejected(errors.InvalidTypeError, match="fragments must be an agn_optax.Frag"):
         make(shared.downpour(), fragments=2)
     with rejected(errors.InvalidArgumentError, match="delay=3, offsets=None and a per"):
@@ -560,6 +591,13 @@ def test_invalid_exchange_arguments_are_rejected():
         whole.exchange(params, whole.init(params), fragment=0)
     with pytest.raises(errors.InvalidTypeError, match="static_argnames"):
         jax.jit(tx.exchange)(params, state, fragment=0)
+    seeds = [agn_optax.Fragments(2, seed=seed) for seed in (1, 2)]
+    with pytest.raises(
+        errors.TreeMismatchError, match=r"seed=1.*seed=2|seed=2.*seed=1"
+    ):
+        split("diloco", seeds[0]).exchange(
+            params, split("diloco", seeds[1]).init(params)
+        )
     for other in (whole, split("diloco", agn_optax.Fragments(3))):
         with pytest.raises(errors.TreeMismatchError, match="fragments"):
             other.exchange(params, state)

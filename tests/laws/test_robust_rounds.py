@@ -98,28 +98,29 @@ def grads_workers(grads):
     return jax.tree.leaves(grads)[0].shape[1]
 
 
-def over_vmap(made, grads=GRADS, **options):
+def over_vmap(made, grads=GRADS, weights=None, **options):
     tx = agn_optax.exchange_every(INNER, made, PERIOD, axis_name="workers", **options)
 
-    def run(params, grads):
+    def run(params, grads, given):
         def body(carry, grads):
             params, state = carry
-            updates, state = tx.update(grads, state, params)
+            updates, state = tx.update(grads, state, params, **given)
             return (optax.apply_updates(params, updates), state), ()
 
         (_, state), _ = jax.lax.scan(body, (params, tx.init(params)), grads)
         return agn_optax.center_params(state)
 
-    run = jax.jit(jax.vmap(run, in_axes=(None, 1), axis_name="workers"))
-    return jax.tree.map(lambda c: c[0], run(PARAMS, grads))
+    run = jax.jit(jax.vmap(run, in_axes=(None, 1, 0), axis_name="workers"))
+    given = {} if weights is None else {"weight": weights}
+    return jax.tree.map(lambda c: c[0], run(PARAMS, grads, given))
 
 
-def train(worker, grads):
+def train(worker, grads, weight=None):
     params, state = worker.start()
     step = local_step(worker.tx)
     for i in range(ROUNDS * PERIOD):
         params, state = step(params, state, jax.tree.map(lambda g: g[i], grads))  # noqa: B023
-        params, state = worker.exchange(params, state)
+        params, state = worker.exchange(params, state, weight=weight)
 
 
 @functools.lru_cache(maxsize=32)
@@ -132,7 +133,7 @@ def local_step(tx):
     return step
 
 
-def embedded(made, grads=GRADS):
+def embedded(made, grads=GRADS, weights=()):
     count = grads_workers(grads)
     center = agn_optax.LocalCenter(made, PARAMS, mode=Synchronous(), barrier=count)
     workers = [
@@ -141,7 +142,9 @@ def embedded(made, grads=GRADS):
     ]
     with concurrent.futures.ThreadPoolExecutor(count) as threads:
         of_workers = [jax.tree.map(lambda g, i=i: g[:, i], grads) for i in range(count)]
-        list(threads.map(train, workers, of_workers))
+        # The weight of a round is the sum of those of its steps.
+        each = [weight / PERIOD for weight in weights] or [None] * count
+        list(threads.map(train, workers, of_workers, each))
     return center.pull().params
 
 
@@ -210,6 +213,17 @@ def test_encoded_messages_are_combined_equally_in_every_placement(name):
     assert_close(over_mesh(cast, shard_axis="workers"), expected, tolerance=1e-6)
 
 
+@pytest.mark.parametrize("codec", [None, codecs.cast("bfloat16")])
+def test_messages_of_decoupled_diloco_count_by_tokens_in_every_placement(codec):
+    made = rules.decoupled_diloco(optax.sgd(1.0), codec=codec)
+    weights = [1.0, 2.0, 5.0, 3.0, 1.0, 8.0, 2.0, 4.0]
+    found = over_vmap(made, weights=jnp.array(weights))
+    assert_close(found, embedded(made, weights=weights), tolerance=2e-6)
+    alike = embedded(made)
+    assert float(jnp.abs(found["w"] - alike["w"]).max()) > 0.01
+    assert_close(over_vmap(made), alike, tolerance=2e-6)
+
+
 @pytest.mark.parametrize("bad", [np.nan, 1e20, -np.inf])
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "radial"])
 def test_one_arbitrary_worker_keeps_the_center_in_the_range_of_others(name, bad):
@@ -276,6 +290,12 @@ def test_center_without_rounds_rejects_robust_aggregation(mode):
         errors.InvalidArgumentError, match=r"'average' with median, .* one by one"
     ):
         agn_optax.LocalCenter(rule("median"), PARAMS, mode=mode)
+
+
+def test_center_without_rounds_rejects_a_rule_with_a_weight():
+    rule = dataclasses.replace(rules.average(), weight=lambda weight, steps: steps)
+    with pytest.raises(errors.InvalidArgumentError, match="scale_by_weight"):
+        agn_optax.LocalCenter(rule, PARAMS)
 
 
 def test_round_of_too_few_messages_leaves_the_center_unchanged():

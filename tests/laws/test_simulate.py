@@ -328,6 +328,10 @@ def test_fragments_with_a_delay_are_exchanged_as_by_real_workers(name):
 
 
 @pytest.mark.slow
+def test_fragments_of_random_elements_are_exchanged_as_by_real_workers():
+    check_law(RULES["diloco"](), fragments=Fragments(2, seed=3), period=4)
+
+
 def test_fragments_in_rounds_are_exchanged_as_by_real_workers():
     check_law(RULES["agn"](), fragments=Fragments(2), period=4, mode=Synchronous())
 

@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 import agn_optax
 from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, rules
-from agn_optax.center import BoundedStaleness, Store, Submission
+from agn_optax.center import Store, Submission, ringmaster
 from agn_optax.round import elementwise
 
 seeded = functools.partial(np.random.default_rng, 0)
@@ -612,9 +612,8 @@ def test_ringmaster_is_downpour_with_bounded_staleness():
     """Gradients with a delay of R or more steps are ignored."""
     made, bound, rate = schedule_of(80), 3, 0.1
     first = np.float32([3, -2, 1])
-    center = agn_optax.LocalCenter(
-        rules.downpour(), jnp.asarray(first), mode=BoundedStaleness(versions=bound - 1)
-    )
+    run = ringmaster(bound)
+    center = agn_optax.LocalCenter(run.rule, jnp.asarray(first), mode=run.mode)
     workers = [
         agn_optax.Worker(center, optax.sgd(rate), period=1, name=f"worker-{i}")
         for i in range(4)

@@ -36,6 +36,54 @@ def test_join_undoes_cut(shapes, count, rows):
     assert elements == sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(SHAPES, st.integers(1, 6), st.integers(0, 2))
+def test_join_undoes_cut_into_random_elements(shapes, count, seed):
+    tree = arrays(shapes)
+    parts = rounds.parts.of_random_elements(tree, count, seed)
+    pieces = parts.cut(tree)
+    assert_identical(rounds.parts.join(pieces), tree)
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+    for leaf in leaves:
+        sizes = [np.isin(elements_of(piece), leaf).sum() for piece in pieces]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def elements_of(tree):
+    return np.concatenate([np.zeros(0), *map(np.ravel, jax.tree.leaves(tree))])
+
+
+def test_random_elements_are_the_same_in_programs_and_of_abstract_arrays():
+    tree = arrays([(5, 7), (3,), (), (0, 2), (64,)])
+    parts = rounds.parts.of_random_elements(tree, 4, 3)
+    pieces = parts.cut(tree)
+    assert_identical(jax.jit(parts.cut)(tree), jax.tree.map(jnp.asarray, pieces))
+    assert_identical(
+        jax.jit(rounds.parts.join)(pieces), jax.tree.map(jnp.asarray, tree)
+    )
+    abstract = parts.cut(jax.eval_shape(lambda: tree))
+    assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, pieces)
+
+
+def test_random_elements_of_several_workers_are_joined():
+    tree = arrays([(5, 7), (3,), ()])
+    parts = rounds.parts.of_random_elements(tree, 4, 3)
+    workers = jax.tree.map(lambda x: np.stack([x, -x]), tree)
+    each = jax.vmap(parts.cut)(workers)
+    assert_identical(rounds.parts.join(each), jax.tree.map(jnp.asarray, workers))
+
+
+def test_seeds_choose_other_elements_evenly_over_rows():
+    leaf = np.arange(40000.0)
+    first, second = (
+        rounds.parts.of_random_elements(leaf, 4, seed).cut(leaf) for seed in (0, 1)
+    )
+    (a,), (b,) = first[0].values(), second[0].values()
+    assert 0.2 < np.isin(a, b).mean() < 0.3
+    columns = np.bincount(a.astype(int) % 4) / 10000
+    assert np.abs(columns - 0.25).max() < 0.02
+
+
 @hypothesis.given(SHAPES, st.integers(1, 6), st.booleans())
 def test_parts_are_balanced_and_depend_only_on_shapes(shapes, count, rows):
     tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]

@@ -1,5 +1,6 @@
 """Robust aggregation functions: the combined message of a round."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -190,6 +191,26 @@ def test_radial_averages_lengths_and_directions_separately(count):
     zeros = jax.tree.map(np.zeros_like, tree)
     found = combined(robust.radial(), zeros)
     assert not any(np.any(x) for x in jax.tree.leaves(found))
+
+
+def test_radial_message_of_twice_the_weight_counts_as_two_messages():
+    tree = messages(3, spread=3.0)
+    twice = jax.tree.map(lambda x: np.concatenate([x[:1], x]), tree)
+    weights = 3 * jnp.array([2.0, 1.0, 1.0]) / 4
+    weighted = robust.radial().function(tree, robust.total_of_leaves, weights)
+    assert_close(weighted, combined(robust.radial(), twice), tolerance=1e-6)
+
+
+def test_weight_without_a_weighted_combine_is_rejected():
+    for combine in ("sum", robust.median()):
+        with pytest.raises(errors.InvalidArgumentError, match="has no effect"):
+            dataclasses.replace(rules.decoupled_diloco(), combine=combine)
+
+
+def test_weight_is_compared_with_the_rule_of_the_center():
+    print_ = rules.fingerprint(rules.decoupled_diloco())
+    other = dataclasses.replace(rules.decoupled_diloco(), weight=lambda w, steps: w)
+    assert rules.difference(print_, other).startswith("its weight turns")
 
 
 @jax.jit

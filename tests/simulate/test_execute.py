@@ -284,6 +284,7 @@ def test_fragments_with_overlap_agree_to_rounding(delay):
 
 def test_evaluations_of_fragments_count_the_versions_of_all():
     found = run(period=4, fragments=Fragments(2), evaluate=evaluate, every=20)
+    assert found.steps[-1] == sum(found.schedule.steps[found.rows]) // 2
     np.testing.assert_array_equal(found.evaluation_versions, [20, 40, 60])
     assert sum(center.version for center in found.center) == 60
     assert found.evaluations[-1] == evaluate(found.params)

@@ -45,6 +45,7 @@ VARIED = Cluster(
     leaves={"worker-5": 9.0},
 )
 PARAMS = jnp.zeros(1000)  # 4 kB
+SLACK = agn_optax.Fragments(1, delay=5)
 
 
 def seconds(times):
@@ -149,6 +150,28 @@ def test_rounds_wait_for_the_slowest_worker():
 
 def seconds_of(times):
     return (times[times >= 0] / 1e9).tolist()
+
+
+def test_grace_in_the_slack_gathers_messages_and_delays_no_worker():
+    cluster = Cluster(workers=3, speed=[Fixed(1.0), Fixed(1.1), Fixed(1.1)])
+
+    def found(mode):
+        return simulate.schedule(
+            cluster,
+            period=20,
+            patience=20,
+            fragments=SLACK,
+            rule=shared.decoupled_diloco(),
+            params=PARAMS,
+            mode=mode,
+            seconds=2000.0,
+        )
+
+    at_once = found(Synchronous(quorum=1))
+    waits = found(agn_optax.center.decoupled_diloco(SLACK, quorum=1).mode)
+    assert waits.utilization[0] == at_once.utilization[0] == 1.0
+    assert waits.version.max() < 0.8 * at_once.version.max()  # more messages in each
+    assert waits.goodput > 0.95 * at_once.goodput
 
 
 def test_quorum_and_grace_leave_the_slowest_worker_behind():

@@ -35,7 +35,8 @@ class RuleOptions:
         tolerated by median and krum (one bad message).
 
     Center optimizer:
-      center_optimizer NAME: For agn and diloco: one of {optimizers}.
+      center_optimizer NAME: For agn, diloco and decoupled_diloco: one of
+        {optimizers}.
       learning_rate: Learning rate of the center optimizer.
       momentum: For sgd, rmsprop, delayed_nesterov, heloco, isoloco,
         momentum_lookahead and ordered_momentum.

@@ -229,7 +229,7 @@ class Layout(abc.ABC):
           weight: weight of this worker's message relative to the mean, scalar; None if
             all count alike.
         """
-        weights = None if weight is None else self._gather(weight)
+        weights = None if weight is None else self.gather(weight)
         gathered = jax.tree.map(
             lambda whole, part: jax.tree.map(
                 functools.partial(self._gather_encoded, whole), part
@@ -256,7 +256,7 @@ class Layout(abc.ABC):
         total = _summed(message_of, count)
         return jax.tree.map(lambda t: t / count, total) if method == "mean" else total
 
-    def _gather(self, part: jax.Array) -> jax.Array:
+    def gather(self, part: jax.Array) -> jax.Array:
         """Gather an array from all workers: [workers, ...]."""
         return _collectives.gather(part[None], self._gather_axes, same=True)
 

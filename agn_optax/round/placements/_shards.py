@@ -170,7 +170,7 @@ class Sharded(Layout):
     def _gather_messages(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         length = self._piece_length(whole)
         if length is None:
-            return self._gather(part)
+            return self.gather(part)
         count = _collectives.size(self.across_axes)
         flat = _padded(part, length * count).reshape(count, length)
         pieces = _collectives.all_to_all(flat, self.across_axes)

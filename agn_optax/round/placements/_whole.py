@@ -46,7 +46,7 @@ class Whole(Layout):
         return _collectives.psum(m, self.workers)
 
     def _gather_encoded(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        return self._gather(part)
+        return self.gather(part)
 
     # The work of a robust method is divided among the workers: each combines an equal
     # piece of every leaf, and all gather the results.
