@@ -248,7 +248,8 @@ def main(given: Sequence[str] | None = None) -> int:
         axes.axhline(EPSILON, color="black", lw=0.8, ls=":")
         axes.set(title=name, xlabel="simulated seconds")
     all_axes[0].set_ylabel("squared norm of the gradient")
-    all_axes[0].legend(frameon=False, fontsize=7)
+    lines = all_axes[0].get_legend_handles_labels()
+    report.figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
     report.table(
         f"Time until the squared norm of the gradient is at most {EPSILON}; "
         f"{workers} workers, median and range of {options.seeds} seeds",
