@@ -50,7 +50,10 @@ def init(seed: int, *, width: int = 64, layers: int = 1) -> PyTree:
         drawn = jax.random.normal(next(keys), (inputs, outputs))
         return scale * inputs**-0.5 * drawn
 
-    params = {"embed": matrix(CHARACTERS, width), "head": matrix(width, CHARACTERS)}
+    params: dict[str, Any] = {
+        "embed": matrix(CHARACTERS, width),
+        "head": matrix(width, CHARACTERS),
+    }
     for i in range(layers):
         params[f"layer {i}"] = {
             "qkv": matrix(width, 3 * width),
@@ -61,14 +64,14 @@ def init(seed: int, *, width: int = 64, layers: int = 1) -> PyTree:
     return params
 
 
-def loss(params: PyTree, batch: jax.Array) -> jax.Array:
+def loss(params: PyTree, batch: Any) -> jax.Array:
     """Return the mean cross-entropy, in nats per character.
 
     Args:
       params: the matrices of `init`.
       batch: characters, uint8 ``[rows, context + 1]``; each predicts the next one.
     """
-    batch = batch.astype(jnp.int32)
+    batch = jnp.asarray(batch, jnp.int32)
     logits = _logits(params, batch[:, :-1])
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return each.mean()
@@ -127,25 +130,6 @@ class Batches:
         """Return the batch of a worker's local step: uint8 ``[rows, context + 1]``."""
         rng = np.random.default_rng((self.seed, worker, step))
         return self._windows[rng.integers(len(self._windows), size=self.rows)]
-
-
-class OfAll:
-    """The batches of all workers as one, for data-parallel training by one worker.
-
-    Args:
-      batches: the batches of each worker.
-      workers: number of workers.
-    """
-
-    def __init__(self, batches: Batches, workers: int) -> None:
-        self.batches, self.workers = batches, workers
-
-    def __call__(self, worker: int, step: int) -> np.ndarray:
-        """Return the batches of all workers: uint8 ``[workers * rows, context + 1]``.
-
-        ``worker`` is 0.
-        """
-        return np.concatenate([self.batches(i, step) for i in range(self.workers)])
 
 
 @functools.cache
