@@ -31,7 +31,7 @@ def test_goodput_grows_with_rarer_failures_and_with_more_learners(tmp_path):
         assert 0.9 * without_rounds < decoupled <= without_rounds + 0.01
     for column in zip(*centers, strict=True):
         assert list(column) == sorted(column)
-    assert centers[0][2] < centers[0][1] - 0.05
+    assert centers[0][2] < centers[0][1] - 0.02
     assert (tmp_path / "goodput.svg").stat().st_size > 1000
 
 
