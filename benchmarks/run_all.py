@@ -26,7 +26,7 @@ RUNS = (
     "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5 --pause 0.5",
     *("bad_peers", "link", "link --megabytes 400 --gigabits 1 10 --codecs"),
     *("link --gigabits 0 0.32 --codecs --shards 8", "journal", "journal --workers 2"),
-    *("simulate", "reality"),
+    *("simulate", "reality", "advised"),
     *("size", "size --leaves 10", "size --sizes 4e7 --leaves 10 100 1000"),
     *("size --sizes 4e8 --leaves 1 10 100 1000 10000", "quality --only digits text"),
     (

@@ -362,3 +362,54 @@ def test_measured_utilization_is_as_planned(workers, period, overlap):
     lowest = 0.8 if workers == 1 else 0.45
     # Other load slows the machine at times, so one of three runs must match.
     assert any(lowest < utilization() / planned < 1.2 for _ in range(3))
+
+
+def test_advice_is_that_of_the_nearest_simulated_setting():
+    advice = planning.advise(workers=6, exchange=2.0, spread=3.0, failures=0.004)
+    assert advice.nearest == (8, 3.0, 4.0, 0.005)
+    assert advice.asked == (6, 2.0, 3.0, 0.004)
+    assert advice.outside == {}
+    losses = [choice.loss.mean for choice in advice.best]
+    assert losses == sorted(losses)
+    assert len(set(advice.best)) == len(losses) == 3
+    for loss in (*(choice.loss for choice in advice.best), advice.data_parallel):
+        assert loss.lowest <= loss.mean <= loss.highest
+    assert str(advice.best[0]).startswith(advice.best[0].rule)
+
+
+def test_advice_names_what_is_outside_of_the_simulated_range():
+    assert planning.advise(workers=2, exchange=100.0).outside == {}
+    far = planning.advise(workers=100, exchange=0.0, spread=9.0, failures=0.1)
+    assert far.outside == {
+        "workers": (2, 32),
+        "exchange": (0.1, 100.0),
+        "spread": (1.0, 4.0),
+        "failures": (0.0, 0.005),
+    }
+    assert far.nearest == (32, 0.1, 4.0, 0.005)
+    assert far.best == planning.advise(**far.nearest._asdict()).best
+
+
+def test_every_setting_of_the_grid_has_advice_that_can_be_followed():
+    grid = itertools.product((2, 8, 32), (0.1, 3, 100), (1, 4), (0, 0.005))
+    for setting in grid:
+        advice = planning.advise(**planning.Setting(*setting)._asdict())
+        assert advice.nearest == setting
+        for choice in advice.best:
+            assert choice.rule in rules.RULES
+            assert choice.mode in ("asynchronous", "synchronous", "quorum")
+            assert choice.codec in ("none", "bfloat16", "4 bits")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": 0}, "workers must be a positive int, got 0"),
+        ({"exchange": -1.0}, "exchange must be a number in"),
+        ({"spread": 0.5}, r"spread must be a number in \[1, inf\), got 0.5"),
+        ({"failures": 2.0}, "failures must be a number in"),
+    ],
+)
+def test_impossible_cluster_gets_no_advice(given, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        planning.advise(**{"workers": 8, "exchange": 3.0, **given})

@@ -35,6 +35,9 @@ import agn_optax
 from agn_optax import simulate
 from agn_optax.center import Asynchronous, Limits, Mode, Synchronous, decoupled_diloco
 
+# Values of an axis, and the goodput there by name: [values, seeds].
+Curves = tuple[Sequence[float], dict[str, np.ndarray]]
+
 STEP = 1.0  # s, median of a local step
 SIGMA = 0.1  # of its logarithm
 PERIOD = 24  # local steps
@@ -180,19 +183,7 @@ def main(given: Sequence[str] | None = None) -> int:
     report.progress("a cluster in learners")
     divided = by_learners(learners, 3600.0 * hours, options.seeds)
 
-    left, right = report.figure.subplots(1, 2)
-    for axes, x, found in ((left, minutes, modes), (right, learners, divided)):
-        for name, values in found.items():
-            axes.plot(x, np.median(values, axis=1), marker="o", label=name)
-            axes.fill_between(x, values.min(axis=1), values.max(axis=1), alpha=0.2)
-        axes.set(xscale="log", ylim=(0, 1), ylabel="goodput")
-        axes.legend()
-    left.set_xlabel("minutes between failures of a worker")
-    right.set_xlabel("learners")
-    right.set_xticks(learners, map(str, learners))
-    right.axhline(DECOUPLED, color="grey", linestyle=":")
-    right.axhline(MONOLITHIC, color="grey", linestyle=":")
-
+    draw(report, (minutes, modes), (learners, divided))
     report.table(
         f"Goodput of {workers} workers with restarts of {DOWN:g} s",
         ["minutes between failures", *modes],
@@ -212,6 +203,23 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     claim_goodput(report, learners, divided["Decoupled DiLoCo"])
     return report.finish()
+
+
+def draw(report: Report, by_minutes: Curves, by_learners: Curves) -> None:
+    """Draw the curves of both clusters: medians, with the range of the seeds."""
+    left, right = report.figure.subplots(1, 2)
+    for axes, (x, found) in ((left, by_minutes), (right, by_learners)):
+        for name, values in found.items():
+            axes.plot(x, np.median(values, axis=1), marker="o", label=name)
+            axes.fill_between(x, values.min(axis=1), values.max(axis=1), alpha=0.2)
+        axes.set(xscale="log", ylim=(0, 1), ylabel="goodput")
+        axes.legend()
+    left.set_xlabel("minutes between failures of a worker")
+    right.set_xlabel("learners")
+    right.set_xticks(by_learners[0], map(str, by_learners[0]))
+    right.minorticks_off()
+    for level in (MONOLITHIC, DECOUPLED):
+        right.axhline(level, color="grey", linestyle=":")
 
 
 def claim_goodput(report: Report, learners: Sequence[int], found: np.ndarray) -> None:

@@ -178,3 +178,51 @@ def test_rate_is_parsed_with_its_unit(text, bytes_a_second):
 def test_text_that_is_not_a_rate_is_rejected(text):
     with pytest.raises(errors.InvalidArgumentError, match="it must be a positive rate"):
         units.rate(text, "it")
+
+
+def test_plan_gives_the_advice_of_the_nearest_simulated_setting():
+    options = ["--workers=6", "--rule=diloco", "--codec=int8", "--spread=3"]
+    options += ["--failures-every=200", "--parameters=1e6"]
+    output = succeeds(*PLAN, *options)
+    bare = planning.plan(
+        rules.diloco(),
+        planning.abstract(1e6),
+        planning.Cluster(step_time=0.8, bandwidth=125e6, workers=6),
+        inner=optax.adam(1e-3),
+    )
+    exchange = max(bare.exchange, 6 * bare.service) / 0.8
+    advice = planning.advise(
+        workers=6, exchange=exchange, spread=3.0, failures=0.8 / 200
+    )
+    assert "from simulated training of a small model" in output
+    assert "8 workers, an exchange as long as 0.1 steps, speeds 1 to 4" in output
+    assert str(advice.best[0]) in output
+    assert f"{advice.best[0].loss.mean:.2f} (" in output
+    assert "Outside" not in output
+    reply = json.loads(succeeds(*PLAN, *options, "--json"))["advice"]
+    assert reply == json.loads(json.dumps(_plan._advice_as_dict(advice)))
+    assert reply["nearest"]["workers"] == 8
+
+
+def test_planning_page_has_the_advice_of_its_command():
+    text = (DOCS / "planning.md").read_text().replace("\\\n", "")
+    command, printed = re.search(
+        r"## Advice.*?agn-optax (plan .*?)```.*?```text\n(.*?)```", text, re.DOTALL
+    ).groups()
+    assert printed in succeeds(*shlex.split(command))
+
+
+def test_plan_says_what_is_outside_of_the_simulated_range():
+    output = succeeds(*PLAN, "--workers=8", "--rule=diloco")
+    assert "Outside of the simulated range: exchange 416, not 0.1 to 100." in output
+
+
+def test_plan_of_one_worker_has_no_advice():
+    assert "Advice" not in succeeds(*PLAN, "--rule=diloco")
+    assert json.loads(succeeds(*PLAN, "--rule=diloco", "--json"))["advice"] is None
+
+
+def test_impossible_spread_and_failures_are_rejected():
+    assert "--spread" in fails(*PLAN, "--rule=diloco", "--spread=0.5", code=2)
+    wrong = "--failures-every=0"
+    assert "--failures-every" in fails(*PLAN, "--rule=diloco", wrong, code=2)

@@ -43,19 +43,34 @@ ends, and each shard its part of this half. The parts of an exchange follow one 
 in the model; if they overlap (chunks on the link while others are copied), `e` is an
 upper bound. Workers are assumed to be evenly spread in time: near the center's limit
 they collide, and wait longer.
+
+`advise` says which rule, period, center rate and codec did best in simulated training
+in the setting that is nearest to a cluster.
 """
 
+from agn_optax.ops.planning._advice import (
+    Advice,
+    Choice,
+    Loss,
+    Setting,
+    advise,
+)
 from agn_optax.ops.planning._cluster import Cluster, Machine
 from agn_optax.ops.planning._cost import CenterMemory, Cost, WorkerMemory
 from agn_optax.ops.planning._plan import abstract, all_reduce, plan
 
 __all__ = [
+    "Advice",
     "CenterMemory",
+    "Choice",
     "Cluster",
     "Cost",
+    "Loss",
     "Machine",
+    "Setting",
     "WorkerMemory",
     "abstract",
+    "advise",
     "all_reduce",
     "plan",
 ]
