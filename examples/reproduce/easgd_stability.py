@@ -120,7 +120,8 @@ def main(given: list[str] | None = None) -> int:
     for (eta, workers, late), distances in found.items():
         if workers == 3:
             label = f"η = {eta}, " + ("exchange, then step" if late else "step first")
-            axes.semilogy(BY, distances, "o-" if late else "x--", label=label)
+            shown = np.maximum(distances, 1e-12)
+            axes.semilogy(BY, shown, "o-" if late else "x--", label=label)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set(
         xlabel="moving rate, from (4 - 2η) / (4 - η)",

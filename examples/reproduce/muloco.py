@@ -21,7 +21,7 @@ steps.
 
 The source's models have 150 million to 15 billion parameters, and 2,200 runs tuned all
 settings. Here a model has 65,536, and only the learning rates of the local steps were
-tuned, by training without exchanges (`--tune 1`). Takes about eight minutes on one
+tuned, by training without exchanges (`--tune 1`). Takes about five minutes on one
 core.
 
     python examples/reproduce/muloco.py
@@ -49,7 +49,7 @@ PERIOD = 30
 WORKERS: tuple[int, ...] = (2, 4, 8, 16)  # of the directions
 ROWS, ROWS_OF_DIRECTIONS = 16, 64  # of all workers together, in a step
 START = 12  # rounds without exchanges before the directions are compared
-RATES = {"AdamW": 1e-2, "Muon": 2e-2}  # the best of 5e-3, 1e-2, 2e-2, 4e-2
+RATES = {"AdamW": 1e-2, "Muon": 2e-2}  # the best of 5e-3 to 4e-2, and of 1e-2 and 2e-2
 MOMENTA = {"AdamW": 0.8, "Muon": 0.6}
 # The source's losses with 150 M parameters: data parallel, and K = 1 and 16.
 SOURCE = {"AdamW": (3.158, 3.142, 3.326), "Muon": (3.124, 3.120, 3.222)}

@@ -17,7 +17,7 @@ steps of each. The rates and momenta of the center optimizer are arrays, so that
 trains all pairs.
 
 The source saw wider ranges in language models, which are not trained here.
-Takes about two minutes on one core.
+Takes about one and a half minutes on one core.
 
     python examples/reproduce/restarts.py
 """

@@ -11,7 +11,7 @@ parameters and see the same batches. Bits are those that the simulator counts fo
 message.
 
 The source's model has 512 million parameters. Here it has 65,536, and an element waits
-64 rounds on average for its turn, so the number of rounds decides. Takes about seven
+64 rounds on average for its turn, so the number of rounds decides. Takes about five
 minutes on one core.
 
     python examples/reproduce/sparseloco.py

@@ -12,6 +12,7 @@ import sparseloco
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.timeout(900)
 def test_sparse_messages_are_small_and_need_error_feedback(tmp_path):
     assert sparseloco.main(["--quick", f"--folder={tmp_path}"]) == 0
     found = json.loads((tmp_path / "sparseloco.json").read_text())
