@@ -469,6 +469,13 @@ def _title(exchange: float, spread: float, failures: float) -> str:
     return f"exchange {exchange:g} steps\n{speeds}, {often}"
 
 
+def write(path: pathlib.Path, minutes: float, cells: Sequence[Any]) -> None:
+    """Write the table, with a line for each setting."""
+    lines = ",\n".join(f"  {json.dumps(cell)}" for cell in cells)
+    head = f'"cpu_minutes": {minutes}, "jax": "{jax.__version__}"'
+    path.write_text(f'{{{head}, "cells": [\n{lines}\n]}}\n')
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Measure, unless ``--draw`` is given, and draw."""
     parser = argparse.ArgumentParser(
@@ -500,12 +507,8 @@ def main(given: Sequence[str] | None = None) -> int:
             some = [each for each in settings if each.workers == workers]
             sweep.measure(some, cells)
             cells += map(sweep.row, some)
-            table = {
-                "cpu_minutes": round(earlier + (time.process_time() - began) / 60, 1),
-                "jax": jax.__version__,
-                "cells": cells,
-            }
-            options.table.write_text(json.dumps(table, indent=1) + "\n")
+            minutes = earlier + (time.process_time() - began) / 60
+            write(options.table, round(minutes, 1), cells)
     draw(json.loads(options.table.read_text())["cells"], options.chart)
     return 0
 

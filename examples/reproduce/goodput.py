@@ -5,20 +5,21 @@ Pre-training*, 2026, arXiv 2604.21428) divides a cluster into learners that fail
 themselves. Under many failures it reports a goodput of 88 %, where data parallel
 training has 27 %.
 
-Two pictures by schedules alone, without training:
+By schedules alone, without training:
 
 - 64 workers whose mean time between failures goes from ten minutes to a day: rounds
   of all workers, of a quorum, and no rounds. Goodput is the fraction of all local
   steps that could be made that are in the center.
 - A cluster that one failure stops, divided into 1 to 32 learners, with the rounds of
   Decoupled DiLoCo. Restarts take the time for which one learner alone has 27 %.
+- 64 workers whose center fails, with a journal and without: schedules have no failures
+  of the center, so these are put into one afterwards.
 
     python examples/reproduce/goodput.py
 
 It takes about two minutes of one core. Not repeated here: the real restart times, which
 the abstract and summaries that were read do not give; learners that shrink when they
-lose a part of their chips; the losses of trained models; and failures of the center,
-which `agn_optax.simulate` does not have, so that a journal makes no difference.
+lose a part of their chips; and the losses of trained models.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from agn_optax.center import Asynchronous, Limits, Mode, Synchronous, decoupled_
 # Values of an axis, and the goodput there by name: [values, seeds].
 Curves = tuple[Sequence[float], dict[str, np.ndarray]]
 
+NO_FAILURES = simulate.Failures()
 STEP = 1.0  # s, median of a local step
 SIGMA = 0.1  # of its logarithm
 PERIOD = 24  # local steps
@@ -49,6 +51,22 @@ LEARNERS = (1, 2, 4, 8, 16, 32)
 MONOLITHIC = 0.27  # goodput of data parallel training in the source
 DECOUPLED = 0.88  # of Decoupled DiLoCo
 BETWEEN = 100.0  # s between two failures anywhere in the divided cluster
+CENTER_MINUTES = (30, 60, 240, 1440)  # mean time between the failures of a center
+CENTER_DOWN = 60.0  # s from the failure of a center until it serves again
+SNAPSHOTS = 600.0  # s between two checkpoints of a center without a journal
+
+
+def cluster(
+    workers: int, failures: simulate.Failures = NO_FAILURES
+) -> simulate.Cluster:
+    """Return workers with steps of about `STEP` seconds."""
+    speed = simulate.LogNormal(STEP, sigma=SIGMA)
+    return simulate.Cluster(workers=workers, speed=speed, failures=failures)
+
+
+def possible(workers: int) -> float:
+    """Return the local steps that workers can make in a second."""
+    return workers / (STEP * math.exp(SIGMA**2 / 2))
 
 
 def goodput(
@@ -75,11 +93,7 @@ def goodput(
       **settings: further arguments of `agn_optax.simulate.schedule`.
     """
     found = simulate.schedule(
-        simulate.Cluster(
-            workers=workers,
-            speed=simulate.LogNormal(STEP, sigma=SIGMA),
-            failures=simulate.Failures(every=every, down=down),
-        ),
+        cluster(workers, simulate.Failures(every=every, down=down)),
         period=period,
         mode=mode,
         limits=Limits(lease=LEASE),
@@ -87,8 +101,7 @@ def goodput(
         seed=seed,
         **settings,
     )
-    possible = workers / (STEP * math.exp(SIGMA**2 / 2))
-    return found.goodput / possible
+    return found.goodput / possible(workers)
 
 
 def by_failures(
@@ -165,6 +178,50 @@ def by_learners(
     }
 
 
+def with_failing_center(
+    found: simulate.Schedule, failures: Sequence[float], snapshots: float
+) -> tuple[float, float]:
+    """Return the local steps per second with a journal, and without.
+
+    The times of the schedule are those in which the center is there. All workers wait
+    for a center that is down. With a journal it goes on where it was. Without one it
+    goes on from its last snapshot: messages since then are lost, and so are those of
+    rounds in progress, whose anchor is not there any more.
+
+    Args:
+      found: a schedule without failures of the center.
+      failures: times of its failures, s.
+      snapshots: seconds between two snapshots of a center without a journal.
+    """
+    applied = found.applied
+    steps, began = found.steps[applied], found.began[applied] / 1e9
+    settled = found.settled[applied] / 1e9
+    is_lost = np.zeros(len(applied), bool)
+    for failure in failures:
+        snapshot = failure // snapshots * snapshots
+        is_lost |= (settled > snapshot) & (began <= failure)
+    seconds = found.duration + CENTER_DOWN * len(failures)
+    return steps.sum() / seconds, steps[~is_lost].sum() / seconds
+
+
+def by_center_failures(
+    minutes: Sequence[float], workers: int, seconds: float, seeds: int
+) -> dict[str, np.ndarray]:
+    """Return the goodput with a journal and without: [minutes, seeds]."""
+    journal, none = np.zeros((2, len(minutes), seeds))
+    for seed in range(seeds):
+        found = simulate.schedule(
+            cluster(workers), period=PERIOD, seconds=seconds, seed=seed
+        )
+        for i, each in enumerate(minutes):
+            times = np.cumsum(
+                np.random.default_rng(seed).exponential(60.0 * each, size=10_000)
+            )
+            both = with_failing_center(found, times[times < seconds], SNAPSHOTS)
+            journal[i, seed], none[i, seed] = np.array(both) / possible(workers)
+    return {"with a journal": journal, "without": none}
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Simulate the schedules, and report the goodput."""
     options = arguments(__doc__, given)
@@ -182,6 +239,9 @@ def main(given: Sequence[str] | None = None) -> int:
     modes = by_failures(minutes, workers, 3600.0 * hours, options.seeds)
     report.progress("a cluster in learners")
     divided = by_learners(learners, 3600.0 * hours, options.seeds)
+    report.progress("a center that fails")
+    of_center = CENTER_MINUTES[::2] if options.quick else CENTER_MINUTES
+    centers = by_center_failures(of_center, workers, 3600.0 * hours, options.seeds)
 
     draw(report, (minutes, modes), (learners, divided))
     report.table(
@@ -199,6 +259,16 @@ def main(given: Sequence[str] | None = None) -> int:
         (
             [count, *(spread(values[i]) for values in divided.values())]
             for i, count in enumerate(learners)
+        ),
+    )
+    report.table(
+        f"Goodput of {workers} asynchronous workers whose center fails and is back "
+        f"{CENTER_DOWN:g} s later, without a journal from a snapshot of every "
+        f"{SNAPSHOTS / 60:g} minutes",
+        ["minutes between failures", *centers],
+        (
+            [each, *(spread(values[i]) for values in centers.values())]
+            for i, each in enumerate(of_center)
         ),
     )
     claim_goodput(report, learners, divided["Decoupled DiLoCo"])

@@ -241,14 +241,15 @@ def main(given: Sequence[str] | None = None) -> int:
             ]
             seen.extend(each.seconds for each in runs)
             last = runs[0].traces
-            axes.semilogy(last.evaluation_seconds, last.evaluations, label=method.name)
+            axes.loglog(last.evaluation_seconds, last.evaluations, label=method.name)
             gradients = spread([float(len(each.traces)) for each in runs], 0)
             rows.append([name, method.name, f"{rate:.3g}", spread(seen, 1), gradients])
             report.progress(f"{name}, {method.name}: {spread(seen, 1)} s")
         axes.axhline(EPSILON, color="black", lw=0.8, ls=":")
         axes.set(title=name, xlabel="simulated seconds")
     all_axes[0].set_ylabel("squared norm of the gradient")
-    all_axes[0].legend(frameon=False, fontsize=8)
+    lines = all_axes[0].get_legend_handles_labels()
+    report.figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
     report.table(
         f"Time until the squared norm of the gradient is at most {EPSILON}; "
         f"{workers} workers, median and range of {options.seeds} seeds",

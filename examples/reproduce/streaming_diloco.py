@@ -15,7 +15,7 @@ alone, as the first source does. All methods see the same batches:
 
 AdamW's learning rate falls to 0. It is the best of three for data-parallel training,
 and the best of three for DiLoCo, chosen in shorter runs of one seed; the other methods
-have that of DiLoCo. The program runs on the virtual clock, and takes about 5 minutes of
+have that of DiLoCo. The program runs on the virtual clock, and takes about 4 minutes of
 one core. The sources have models of 35 million to 4 billion parameters, and train for
 longer; here the model has 65,536. Time on real networks is not repeated.
 """
