@@ -179,7 +179,7 @@ def by_learners(
 
 
 def with_failing_center(
-    found: simulate.Schedule, failures: Sequence[float], snapshots: float
+    found: simulate.Schedule, failures: Sequence[float] | np.ndarray, snapshots: float
 ) -> tuple[float, float]:
     """Return the local steps per second with a journal, and without.
 
