@@ -198,7 +198,7 @@ def claims(report: reports.Report, found: Found, cells: list[Cell]) -> None:
     high = 100 * np.mean([efficiency(found, c, HIGH) > 1 for c in cells], axis=0)
     most = bool((shares > 50).all())
     report.claim(
-        "the temporal efficiency of AGN exceeds that of asynchronous EASGD in most "
+        "The temporal efficiency of AGN exceeds that of asynchronous EASGD in most "
         "cells (n, λ)",
         "69.73 % of 49 cells, n and λ from 10 to 40; efficiencies 0.881 to 1.045",
         f"{reports.spread(shares, 0)} % of {len(cells)} cells; median efficiencies "
@@ -268,20 +268,17 @@ def tables(report: reports.Report, found: Found, cells: list[Cell], total: int) 
             for cell in cells
         ],
     )
+    workers, periods = (sorted({cell[i] for cell in cells}) for i in (0, 1))
+
+    def seconds(cell: Cell) -> str:
+        simulated = np.median(of(found, AGN, cell, "seconds")) * 18750 / total
+        return f"{simulated:.0f} / {SOURCE[cell][0]}"
+
     report.table(
-        "Seconds of a run of AGN: simulated, for as many local steps as the source's, "
-        "and the source's",
-        ["", *(f"{n}, {period}" for n, period in cells)],
-        [
-            [
-                "simulated",
-                *(
-                    f"{np.median(of(found, AGN, c, 'seconds')) * 18750 / total:.0f}"
-                    for c in cells
-                ),
-            ],
-            ["source", *(SOURCE[cell][0] for cell in cells)],
-        ],
+        "Seconds of a run of AGN: simulated, for as many local steps as the source's / "
+        "the source's",
+        ["n", *(f"λ = {period}" for period in periods)],
+        [[n, *(seconds((n, period)) for period in periods)] for n in workers],
     )
 
 

@@ -268,7 +268,7 @@ def claims(report: reports.Report, found: dict[str, np.ndarray]) -> None:
     in_rounds, buffered = found["rounds, SGD"], found[BUFFERED]
     gap = float(np.abs(in_rounds - buffered).max())
     report.claim(
-        "messages averaged in rounds, and buffered by four with infinite grace, give "
+        "Messages averaged in rounds, and buffered by four with infinite grace, give "
         "the same losses",
         f"equal in six digits ({NOTEBOOK}, 65,000 units)",
         f"largest difference of a loss {gap:.0e}",
@@ -281,7 +281,7 @@ def claims(report: reports.Report, found: dict[str, np.ndarray]) -> None:
     closed = (plain - delayed) / (plain - rounds)
     holds = bool((closed > 0.9).all())
     report.claim(
-        "one by one, plain Nesterov is worse than rounds, and delayed Nesterov is as "
+        "One by one, plain Nesterov is worse than rounds, and delayed Nesterov is as "
         "good as they are",
         "perplexity of a language model 44.27 plain, 41.35 rounds, 41.13 delayed with "
         "periods by speed",

@@ -194,17 +194,18 @@ def main(given: Sequence[str] | None = None) -> int:
 
     report.table(
         f"Five workers with {', '.join(map(str, SECONDS))} seconds for a gradient, "
-        "functions of equal curvature, learning rate 0.05",
+        "functions of equal curvature, learning rate 0.05: the center by the formula "
+        "and at the end",
         ["seed", "method", "formula", "end"],
         rows,
     )
     worst = {name: max(errors[name]) for name in RULES}
     claims = {
         PLAIN: "Asynchronous SGD ends at the minimum of the functions weighted by the "
-        "workers' speeds, not at that of their mean.",
+        "workers' speeds, not at that of their mean",
         TURNAROUND: "With rates proportional to the workers' times, it ends at the "
-        "minimum of the mean (here by `scale_by_turnaround`).",
-        RINGLEADER: "Ringleader ends at the minimum of the mean.",
+        "minimum of the mean (here by `scale_by_turnaround`)",
+        RINGLEADER: "Ringleader ends at the minimum of the mean",
     }
     for method, says in claims.items():
         good = worst[method] < 5e-6
@@ -220,7 +221,7 @@ def main(given: Sequence[str] | None = None) -> int:
         0.35 < each < 0.65 for name in (PLAIN, TURNAROUND) for each in halved[name]
     )
     report.claim(
-        "With unlike curvatures, the same holds for small rates.",
+        "With unlike curvatures, the same holds for small rates",
         "differences vanish with the rate",
         f"half of the rate leaves {plain} of the difference, with turnaround "
         f"{turnaround}; Ringleader's is {max(halved[RINGLEADER]):.0e} at any rate",
@@ -231,7 +232,7 @@ def main(given: Sequence[str] | None = None) -> int:
     good = max(varied[TURNAROUND]) < 0.1
     report.claim(
         "The repair needs no known times: with times that vary by 30 %, the staleness "
-        "of each message is enough.",
+        "of each message is enough",
         "the source has fixed, known times",
         f"left of the bias: {left[TURNAROUND]} %, with Ringleader "
         f"{left[RINGLEADER]} %, without repair {left[PLAIN]} %",

@@ -179,7 +179,7 @@ def main(given: Sequence[str] | None = None) -> int:
         ratio = max(costs) / min(costs)
         good = ratio <= 2 and max(delays) >= 4 * min(delays)
         report.claim(
-            f"The number of gradients that {name} needs does not depend on the delays.",
+            f"The number of gradients that {name} needs does not depend on the delays",
             "the guarantee has n, and no delay",
             f"with largest delays of {listed(delays)}: {listed(costs)} gradients",
             "reproduced" if good else "not reproduced",
@@ -189,7 +189,7 @@ def main(given: Sequence[str] | None = None) -> int:
     slope = math.log(last.cost / first.cost) / math.log(last.workers / first.workers)
     good = 0.6 <= slope <= 1.2
     report.claim(
-        "It depends on the number of workers.",
+        "It depends on the number of workers",
         "a term with n, which dominates here if n is large",
         f"{first.cost:.0f} gradients with {first.workers} workers, {last.cost:.0f} "
         f"with {last.workers}: n to the power {slope:.2f}",
@@ -206,7 +206,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for row, each in zip(of_slow[PLAIN], ratios, strict=True)
     )
     report.claim(
-        "Asynchronous SGD beats minibatch SGD (rounds), for any delays.",
+        "Asynchronous SGD beats minibatch SGD (rounds), for any delays",
         "at least as fast at all delays",
         f"time of rounds, in units of asynchronous SGD's, by k: {shown}",
         "reproduced" if beats else "in part",

@@ -211,7 +211,7 @@ def main(given: Sequence[str] | None = None) -> int:
     far = min(last[KEPT] + last[RESET])
     report.claim(
         "On a noisy toy problem, workers that keep or reset their moments do not reach "
-        "the optimum, and those of DES-LOC and Local Adam do.",
+        "the optimum, and those of DES-LOC and Local Adam do",
         "a picture: both reach it together, the others oscillate",
         f"rate 1: distance {near:.3f} or less, the others {far:.3f} or more",
         "in part" if near < 0.5 * far else "not reproduced",
@@ -223,7 +223,7 @@ def main(given: Sequence[str] | None = None) -> int:
     gap = float(np.median(des_loc) - np.median(adam))
     noise = float(np.ptp(adam)) if options.seeds > 1 else 0.05
     report.claim(
-        "DES-LOC sends half as much as Local Adam and trains language models as well.",
+        "DES-LOC sends half as much as Local Adam and trains language models as well",
         "2 times less, the same perplexity",
         f"{sent(MOMENTS[LOCAL_ADAM]) / sent(MOMENTS[DES_LOC]):g} times less; its loss "
         f"is higher by {gap:.3f} nats (seeds of Local Adam differ by {noise:.3f})",
@@ -232,7 +232,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     report.claim(
         "DES-LOC is 1.3 to 2.1 times as fast as data parallel training, and survives "
-        "failures of workers.",
+        "failures of workers",
         "1 to 13 billion parameters, links of 100 Gbit/s",
         "-",
         "not measured",

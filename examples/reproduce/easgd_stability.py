@@ -109,7 +109,7 @@ def main(given: list[str] | None = None) -> int:
     above = min(d[BY.index(0.05)] for (_, _, late), d in found.items() if late)
     holds = below < 1e-3 and above > 1e2
     report.claim(
-        "workers in turn are stable up to this moving rate, however many they are",
+        "Workers in turn are stable up to this moving rate, however many they are",
         "(4 - 2η) / (4 - η)",
         f"for 1 and 3 workers and η = {options.etas}: 0.05 below, all distances fall "
         f"from 1 to at most {below:.0e}; 0.05 above, all grow to at least {above:.0e}",

@@ -133,7 +133,7 @@ def main(given: list[str] | None = None) -> int:
         never = bool((signs >= start - 1e-4).all())
         fixed = bool((repaired[:, -1] < 0.01 * start).all())
         report.claim(
-            f"signs never fall below the start on the problem '{problem}', and error "
+            f"Signs never fall below the start on the problem '{problem}', and error "
             "feedback converges",
             "f >= f(start) for signs in every step; f -> 0 with error feedback",
             f"f(start) = {start:g}; signs at least {signs.min():.4f}; after "

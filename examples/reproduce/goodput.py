@@ -179,7 +179,7 @@ def by_learners(
 
 
 def with_failing_center(
-    found: simulate.Schedule, failures: Sequence[float], snapshots: float
+    found: simulate.Schedule, failures: Sequence[float] | np.ndarray, snapshots: float
 ) -> tuple[float, float]:
     """Return the local steps per second with a journal, and without.
 
@@ -297,7 +297,7 @@ def claim_goodput(report: Report, learners: Sequence[int], found: np.ndarray) ->
     middle = np.median(found, axis=1)
     grows = bool((np.diff(middle) > 0).all())
     report.claim(
-        "more learners lose less to the same failures",
+        "More learners lose less to the same failures",
         "goodput grows with the number of learners",
         ", ".join(
             f"{n}: {spread(each, 2)}" for n, each in zip(learners, found, strict=True)
@@ -307,7 +307,7 @@ def claim_goodput(report: Report, learners: Sequence[int], found: np.ndarray) ->
     )
     reached = [n for n, each in zip(learners, middle, strict=True) if each >= DECOUPLED]
     report.claim(
-        "under failures that leave data parallel training 27 %, Decoupled DiLoCo has "
+        "Under failures that leave data parallel training 27 %, Decoupled DiLoCo has "
         "88 %",
         "0.27 and 0.88",
         f"{spread(found[0], 2)} with {learners[0]} learner; 0.88 is reached with "

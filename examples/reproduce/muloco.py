@@ -313,7 +313,7 @@ def judge_losses(report: Report, parallel: Numbers, found: Numbers) -> None:
         for (name, k), values in found.items()
     }
     report.table(
-        "Held-out loss, nats per character",
+        "Held-out loss, nats per character, and how far it is above data parallel",
         ["optimizer", "data parallel", "K = 1", "K = 16", "K = 1, %", "K = 16, %"],
         [
             [

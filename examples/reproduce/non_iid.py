@@ -343,22 +343,22 @@ CLAIMS = [
         by_time=True,
     ),
     Comparison(
-        "momentum look-ahead has a lower loss than asynchronous DiLoCo",
+        "Momentum look-ahead has a lower loss than asynchronous DiLoCo",
         "lower in all its settings",
         *("momentum look-ahead", "asynchronous DiLoCo"),
     ),
     Comparison(
-        "ordered momentum converges better than asynchronous SGD",
+        "Ordered momentum converges better than asynchronous SGD",
         "better in all its settings",
         *("ordered momentum", "asynchronous SGD"),
     ),
     Comparison(
-        "ordered momentum converges better than plain momentum in asynchronous SGD",
+        "Ordered momentum converges better than plain momentum in asynchronous SGD",
         "better in all its settings",
         *("ordered momentum", "asynchronous DiLoCo"),
     ),
     Comparison(
-        "rescaled messages remove the bias towards the data of fast workers",
+        "Rescaled messages remove the bias towards the data of fast workers",
         "as fast as possible with unlike data, up to a constant",
         *("rescaled", "asynchronous SGD"),
         by_time=True,
@@ -383,7 +383,9 @@ def table(results: Results, report: Report) -> None:
                     spread([run.slow_loss for run in at_time.runs]),
                 ]
             )
-    report.table("Test losses of methods", columns.split("; "), rows)
+    title = "Test losses; a second rate, and the last column, belong to equal time, "
+    title += "simulated s to equal samples"
+    report.table(title, columns.split("; "), rows)
 
 
 def draw(results: Results, report: Report) -> None:

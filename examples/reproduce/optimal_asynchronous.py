@@ -292,7 +292,7 @@ def _judge(
         good = ratio <= 3
         report.claim(
             f"{method}'s time is optimal up to a constant: the same multiple of u for "
-            "all speeds.",
+            "all speeds",
             "a constant K that the speeds do not change",
             f"multiples of u: {shown(multiples, 0)}; they differ by a factor of "
             f"{ratio:.2f}",
@@ -302,9 +302,9 @@ def _judge(
     for method, says in (
         (
             "asynchronous SGD",
-            "Plain asynchronous SGD is not optimal: slow workers hold it up.",
+            "Plain asynchronous SGD is not optimal: slow workers hold it up",
         ),
-        ("rounds", "Rounds are not, because they wait for the slowest worker."),
+        ("rounds", "Rounds are not, because they wait for the slowest worker"),
     ):
         ratios = {
             speed: median(speed, method) / median(speed, "Ringmaster")
@@ -329,7 +329,7 @@ def _judge(
     good = len(finite) == len(ratios) and max(finite) <= 2 * min(finite)
     report.claim(
         "Ringleader needs every worker: its time is a number of gradients of the "
-        "slowest one.",
+        "slowest one",
         "optimal for unlike data, for which every worker must be heard",
         f"gradients of the slowest worker: {shown(ratios, 0)}",
         "reproduced" if good else "in part",

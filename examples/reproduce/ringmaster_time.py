@@ -147,7 +147,7 @@ def main(given: Sequence[str] | None = None) -> int:
     broken = sum(each.longest > 1 for each in found)
     worst = float(max(each.longest for each in found))
     report.claim(
-        "Any R consecutive updates take at most t(R), for all speeds.",
+        "Any R consecutive updates take at most t(R), for all speeds",
         "0 exceptions",
         f"{broken} exceptions in {len(found):,} clusters with {windows:,} windows; the "
         f"longest takes {worst:.3f} t(R)",
@@ -156,7 +156,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     late = sum(each.delay >= each.threshold for each in found)
     report.claim(
-        "No applied gradient has a delay of R or more.",
+        "No applied gradient has a delay of R or more",
         "0 exceptions",
         f"{late} exceptions in {len(found):,} clusters",
         "reproduced" if late == 0 else "not reproduced",
