@@ -378,7 +378,7 @@ def counted_weight(rule: Rule, weight: Any, steps: Any) -> Any:
 
 
 class Factors(NamedTuple):
-    """How the messages of a round count, for a center outside the program."""
+    """The counts of a round's messages, for a center outside the program."""
 
     factors: list[float]  # of each message, before they are combined
     weights: list[float]  # of each message, for a weighted `Combine`
