@@ -297,7 +297,7 @@ def phases(
         average = functools.partial(_moments.average, moments, layout)
         if isinstance(found, FragmentsState):
             assert fragments is not None
-            owners = _moments.owners(fragments.divide(params).cut(params))
+            owners = _moments.owners(fragments.divide(params), params)
             params, moved = _fragments.exchange_fragments(
                 fragments, exchange, params, found, indices
             )
@@ -367,8 +367,9 @@ def exchange_every(
         of the exchange, :math:`s_i \leftarrow \tfrac1n \sum_j s_j`, whatever the rule,
         its codec and the ``weight`` of a worker are. With gossip, these workers are the
         two partners. With fragments, the leaves of a field are exchanged with the
-        fragments of their parameters, and without delay. None keeps the inner
-        optimizer's state with its worker.
+        fragments of their parameters, or with the last one if these are random
+        elements, and without delay. None keeps the inner optimizer's state with its
+        worker.
 
     Returns:
       An optax optimizer with `ExchangeState`, or with `FragmentsState`; updates have
@@ -528,7 +529,7 @@ def exchange_every(
 
         assert fragments is not None
         parts, moved, inner_state = fragments.divide(params), [], state.inner_state
-        owners = _moments.owners(parts.cut(params))
+        owners = _moments.owners(parts, params)
         for p, fragment in enumerate(state.fragments):
             due = fragments.is_due(p, fragment, period_of)
             inner_state = average(inner_state, fragment.exchanges, due, owners[p])

@@ -8,7 +8,7 @@ and `with_moments` puts them back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jax.tree_util import (
 from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round import _collectives, _round
+from agn_optax.round._parts import Parts
 from agn_optax.round.placements import Layout
 
 PyTree = Any
@@ -101,13 +102,14 @@ def average(
     return jax.tree.unflatten(treedef, leaves)
 
 
-def owners(parts: Sequence[PyTree]) -> list[Owns]:
+def owners(parts: Parts, params: PyTree) -> list[Owns]:
     """Return, for each part of the parameters, which leaves of a field it owns.
 
     A leaf at the path of a parameter belongs to the part with that parameter. All other
     leaves belong to the last part.
     """
-    paths = [{path for path, _ in tree_leaves_with_path(part)} for part in parts]
+    cut = jax.eval_shape(parts.cut, params)  # moves no elements
+    paths = [{path for path, _ in tree_leaves_with_path(part)} for part in cut]
     others = set[_Path]().union(*paths[:-1])
     return [*(part.__contains__ for part in paths[:-1]), lambda p: p not in others]
 
