@@ -35,7 +35,7 @@ def test_directions_and_losses_have_their_bounds(tmp_path):
 
 
 def test_workers_divide_a_batch_among_them():
-    data = muloco.shares(16, 4)
+    data = muloco.Shares(language.Batches(16), 4)
     rows = np.concatenate([data(worker, 3) for worker in range(4)])
     whole = language.Batches(16)(0, 3)
     assert sorted(map(bytes, rows)) == sorted(map(bytes, whole))

@@ -13,6 +13,7 @@ import optax
 import agn_optax
 from agn_optax import errors, rules, service
 from helpers import children
+from helpers.waiting import wait_until
 
 PERIOD = 3
 
@@ -62,9 +63,14 @@ def train(center, steps, seen):
 class Commands:
     """The commands that the test can send."""
 
-    def train(self, address, steps, progress):
+    def train(self, address, steps, progress, upgrades, parts):
+        """Train in parts; a part begins after the upgrade of the part before it."""
+        upgrades = pathlib.Path(upgrades)
+
         def seen(number):
             pathlib.Path(progress).write_text(str(number))
+            part = number * parts // steps
+            wait_until(lambda: int(upgrades.read_text() or 0) >= part - 1)
 
         with service.connect(address, rule(), timeout=60) as center:
             return train(center, steps, seen)

@@ -92,7 +92,7 @@ FRAGMENTS = {
     "random": agn_optax.Fragments(2, seed=1),
 }
 # The largest distance to the minimum after this many rounds.
-ROUNDS = 50
+ROUNDS = 70
 LEFT = {"float32": 0.02, "bfloat16": 0.05}
 
 BEST = {"w": np.linspace(-1, 1, 12).reshape(3, 4), "b": np.array(0.5)}

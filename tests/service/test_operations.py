@@ -116,7 +116,8 @@ def test_workers_continue_through_an_upgrade(place):
 @pytest.mark.slow
 def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
     """One worker ends at the same parameters as without upgrades, bit for bit."""
-    steps, progress = 600, tmp_path / "progress"
+    steps, progress, upgrades = 600, tmp_path / "progress", tmp_path / "upgrades"
+    upgrades.write_text("0")
     undisturbed = agn_optax.LocalCenter(one_worker.rule())
     expected = one_worker.train(undisturbed, steps, lambda number: None)
     rule = "--rule=agn", "--center-optimizer=adam", "--learning-rate=0.05"
@@ -126,7 +127,8 @@ def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
         children.processes(one_worker.__file__, 1) as workers,
     ):
         served._serve(serve)
-        workers[0].send(do="train", address=place, steps=steps, progress=str(progress))
+        files = {"progress": str(progress), "upgrades": str(upgrades), "parts": 5}
+        workers[0].send(do="train", address=place, steps=steps, **files)
         for part in (1, 2, 3):
             wait_until(
                 lambda p=part: (
@@ -138,6 +140,7 @@ def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
             succeeds("drain", place)
             assert served._processes[-1].wait(PATIENCE) == 0
             served._serve(serve)
+            upgrades.write_text("4" if part == 3 else str(part))
         reply = workers[0].answer()
     assert reply["version"] == reply["exchanges"] == steps // one_worker.PERIOD
     assert reply == expected
