@@ -190,7 +190,7 @@ def main(given: Sequence[str] | None = None) -> int:
         xlabel="simulated seconds",
         ylabel="center; dashed: minimum of the mean\ndotted: of the biased mean",
     )
-    axes.legend(frameon=False)
+    report.figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
     report.table(
         f"Five workers with {', '.join(map(str, SECONDS))} seconds for a gradient, "

@@ -55,6 +55,14 @@ TOY_MOMENTS = {**MOMENTS, DES_LOC: {"mu": 1, "nu": 4}}
 DECAYS = 0.5 ** (1 / 192), 0.5 ** (1 / 692)
 RATES = (0.1, 0.3, 1.0)
 LAST = 10  # exchanges at the end that are judged
+# Of a legend below its axes.
+BELOW: dict[str, Any] = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.18),
+    "ncols": 2,
+    "fontsize": "small",
+    "frameon": False,
+}
 
 # The character model.
 WORKERS, PERIOD = 4, 10
@@ -128,7 +136,7 @@ def measure_toy(report: Report, seeds: int, exchanges: int) -> dict[str, list[fl
         axes.semilogy(steps, np.median(distances, axis=0), label=method)
     axes.set(xlabel="local steps", ylabel="distance to the optimum")
     axes.set_title(f"toy problem, rate {RATES[-1]:g}")
-    axes.legend()
+    axes.legend(**BELOW)
     report.table(
         f"Toy problem: largest distance to the optimum in the last {LAST} of "
         f"{exchanges} exchanges, by learning rate",
@@ -192,7 +200,7 @@ def measure_model(report: Report, seeds: int, exchanges: int) -> dict[str, list[
     axes.set(
         xlabel="local steps", ylabel="held-out loss, nats", title="character model"
     )
-    axes.legend(fontsize="small")
+    axes.legend(**BELOW)
     report.table(
         f"Character model, {WORKERS} workers, {exchanges} exchanges of {PERIOD} steps: "
         "held-out loss at the end",
