@@ -297,7 +297,7 @@ def phases(
         average = functools.partial(_moments.average, moments, layout)
         if isinstance(found, FragmentsState):
             assert fragments is not None
-            owners = _moments.owners(fragments.divide(params), params)
+            owners = _moments.owners(moments, fragments.divide(params), params)
             params, moved = _fragments.exchange_fragments(
                 fragments, exchange, params, found, indices
             )
@@ -529,7 +529,7 @@ def exchange_every(
 
         assert fragments is not None
         parts, moved, inner_state = fragments.divide(params), [], state.inner_state
-        owners = _moments.owners(parts, params)
+        owners = _moments.owners(moments, parts, params)
         for p, fragment in enumerate(state.fragments):
             due = fragments.is_due(p, fragment, period_of)
             inner_state = average(inner_state, fragment.exchanges, due, owners[p])

@@ -102,12 +102,14 @@ def average(
     return jax.tree.unflatten(treedef, leaves)
 
 
-def owners(parts: Parts, params: PyTree) -> list[Owns]:
+def owners(moments: Periods, parts: Parts, params: PyTree) -> list[Owns]:
     """Return, for each part of the parameters, which leaves of a field it owns.
 
     A leaf at the path of a parameter belongs to the part with that parameter. All other
     leaves belong to the last part.
     """
+    if not moments:
+        return [lambda _: False for _ in parts]
     cut = jax.eval_shape(parts.cut, params)  # moves no elements
     paths = [{path for path, _ in tree_leaves_with_path(part)} for part in cut]
     others = set[_Path]().union(*paths[:-1])

@@ -138,7 +138,7 @@ def _logits(params: PyTree, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is kept of a run."""
+    """The results of a run that are kept."""
 
     area: float  # mean training accuracy over time
     last: float  # training accuracy at the end

@@ -1,4 +1,4 @@
-"""Where asynchronous SGD ends when workers with unlike data have unlike speeds.
+"""The fixed point of asynchronous SGD if workers have unlike data and speeds.
 
 Worker i minimizes f_i(x) = h_i (x - b_i)^2 / 2, takes tau_i seconds for a gradient, and
 sends one gradient per exchange. Asynchronous SGD then minimizes the wrong function:

@@ -191,7 +191,7 @@ def first_params(seed: int) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What ends a run: local steps, or simulated seconds."""
+    """The end of a run: local steps, or simulated seconds."""
 
     steps: int
     by_time: bool = False

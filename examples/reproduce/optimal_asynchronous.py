@@ -133,7 +133,7 @@ class Found(NamedTuple):
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the rate is too large."""
+        """True if the rate is too large."""
         values = self.traces.evaluations
         return bool(len(values) and (values[-1] < 0 or values[-1] > values[0]))
 

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: claims, their verdicts, tables and pictures.
+"""The report of a program of this folder: claims, verdicts, tables and a picture.
 
 A program measures, says with `Report.claim` what its source says and what was seen,
 and ends with `Report.finish`, which prints all and, with ``--folder``, writes
