@@ -127,22 +127,6 @@ def messages(method: Method, steps: int) -> int:
     return int(np.searchsorted(total, steps)) + 1
 
 
-def first_params(seed: int) -> Any:
-    """Return the parameters after the steps of one worker alone."""
-    BATCHES.seed = seed + 1000
-    return simulate.run(
-        rules.average(),
-        INNER,
-        language.loss,
-        BATCHES,
-        language.init(seed),
-        cluster=simulate.Cluster(workers=1, speed=simulate.Fixed(1.0)),
-        period=PERIOD,
-        exchanges=BEFORE,
-        exact=True,
-    ).params
-
-
 def train(
     method: Method, factor: float, steps: int, params: Any, seed: int
 ) -> simulate.Traces:
@@ -279,7 +263,10 @@ def main(given: Sequence[str] | None = None) -> int:
         options,
     )
     steps = 576 if options.quick else options.steps
-    params = [first_params(seed) for seed in range(options.seeds)]
+    params = [
+        language.trained_alone(INNER, BATCHES, seed, period=PERIOD, rounds=BEFORE)
+        for seed in range(options.seeds)
+    ]
     tried: dict[str, np.ndarray] = {}
     runs: dict[str, Runs] = {}
     for method in METHODS:

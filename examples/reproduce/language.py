@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from agn_optax import rules, simulate
+
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import datasets
 
@@ -143,3 +145,34 @@ def held_out(rows: int = 256, context: int = 32) -> np.ndarray:
 def held_out_loss(params: PyTree) -> jax.Array:
     """Return the loss on `held_out`: ``evaluate`` of `agn_optax.simulate.run`."""
     return loss(params, held_out())
+
+
+def trained_alone(
+    inner: optax.GradientTransformation,
+    batches: Batches,
+    seed: int,
+    *,
+    period: int,
+    rounds: int,
+) -> PyTree:
+    """Return the parameters after the steps of one worker alone.
+
+    Args:
+      inner: its optimizer.
+      batches: the batches; their seed is changed.
+      seed: seed of the first parameters.
+      period: local steps of a round.
+      rounds: number of rounds.
+    """
+    batches.seed = seed + 1000
+    return simulate.run(
+        rules.average(),
+        inner,
+        loss,
+        batches,
+        init(seed),
+        cluster=simulate.Cluster(workers=1, speed=simulate.Fixed(1.0)),
+        period=period,
+        exchanges=rounds,
+        exact=True,
+    ).params

@@ -97,22 +97,6 @@ def diloco(rate: float, steps: int) -> dict[str, Method]:
     }
 
 
-def first_params(seed: int) -> Any:
-    """Return the parameters after the steps of one worker alone."""
-    BATCHES.seed = seed + 1000
-    return simulate.run(
-        rules.average(),
-        ALONE,
-        language.loss,
-        BATCHES,
-        language.init(seed),
-        cluster=simulate.Cluster(workers=1, speed=simulate.Fixed(1.0)),
-        period=PERIOD,
-        exchanges=BEFORE,
-        exact=True,
-    ).params
-
-
 def train(method: Method, steps: int, params: Any, seed: int) -> simulate.Traces:
     """Return the traces of a run with a number of local steps of each worker."""
     BATCHES.seed = seed
@@ -237,7 +221,10 @@ def main(given: Sequence[str] | None = None) -> int:
         options,
     )
     steps, trial = (96, 0) if options.quick else (options.steps, options.trial)
-    params = [first_params(seed) for seed in range(options.seeds)]
+    params = [
+        language.trained_alone(ALONE, BATCHES, seed, period=PERIOD, rounds=BEFORE)
+        for seed in range(options.seeds)
+    ]
     tried: dict[str, list[float]] = {}
 
     def best(name: str, method_of: Callable[[float], Method]) -> float:
