@@ -440,7 +440,7 @@ class Core:
                 contribution, version.params, samples=not self._inspector.is_full
             )
             if self.ledger.rejections.limits.measures:
-                norm = np.float32(norm)  # waits for the device
+                norm = np.float32(jax.device_get(norm))  # waits for the device
         done = self._runtime.condition(self._lock)
         return _WaitingMessage(submission, norm, sample, reported, done)
 

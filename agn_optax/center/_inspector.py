@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from agn_optax._internal import Notices
@@ -161,10 +162,10 @@ class Inspector:
                 self._notices.forget(worker)
 
     def _on_start(self, number: int, sample: Any) -> None:
-        self._moved, self._sample = number, np.asarray(sample)
+        self._moved, self._sample = number, jax.device_get(sample)
 
     def _on_message(self, worker: str, norm: Any, sample: Any) -> None:
-        norm, sample = float(norm), np.asarray(sample)
+        norm, sample = jax.device_get((norm, sample))
         if not np.isfinite(norm):
             return
         messages = self._workers.pop(worker, _Messages())
@@ -204,7 +205,7 @@ class Inspector:
         self._notices.measure("apart", messages.apart, worker, cosine=cosine)
 
     def _on_version(self, number: int, sample: Any) -> None:
-        before, self._sample = self._sample, np.asarray(sample)
+        before, self._sample = self._sample, jax.device_get(sample)
         reached, self._reached = self._reached, False
         is_zero, self._is_zero = self._is_zero, True
         moved, aimed = np.sum(self._sample != before), np.sum(reached)

@@ -9,6 +9,7 @@ Each returns a value for the ``combine`` of a `Rule`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -248,13 +249,15 @@ def radial() -> Combine:
             ]
             return jnp.sqrt(total(jax.tree.unflatten(treedef, rows)))
 
+        # Accelerators would round the factors of a product to fewer bits.
+        total_of = functools.partial(jnp.tensordot, axes=1, precision="highest")
         tiny = float(jnp.finfo(jnp.float32).tiny)
         lengths = norms(leaves, 1)  # [leaves, messages]
         if weights is None:
             weights = jnp.ones(count)
         weights = weights.astype(lengths.dtype)
         directions = [
-            jnp.tensordot(weights / jnp.maximum(lengths_of_leaf, tiny), leaf, axes=1)
+            total_of(weights / jnp.maximum(lengths_of_leaf, tiny), leaf)
             for lengths_of_leaf, leaf in zip(lengths, leaves, strict=True)
         ]
         direction_norms = jnp.maximum(norms(directions, 0), _LEAST_AGREEMENT * count)

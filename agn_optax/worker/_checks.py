@@ -86,7 +86,7 @@ class ExchangeChecks:
         ):
             return
         (numbers, counted, compression), self._pending = self._pending, None
-        self._check_steps(int(numbers.local_steps), counted)
+        self._check_steps(int(jax.device_get(numbers.local_steps)), counted)
         if numbers.residual_norms is not None:
             residual, contribution = _own_norms(numbers.residual_norms)
             self._check_residual(residual, contribution * max(compression, 1.0))
@@ -199,10 +199,8 @@ class ExchangeChecks:
 
 def _own_norms(norms: jax.Array) -> tuple[float, float]:
     """Return the two norms of `MessageNumbers`, over what this process has."""
-    if norms.ndim == 1:
-        rows = [np.asarray(norms)]
-    else:
-        rows = [np.asarray(shard.data)[0] for shard in norms.addressable_shards]
+    own = norms if norms.ndim == 1 else [s.data for s in norms.addressable_shards]
+    rows = np.reshape(jax.device_get(own), (-1, 2))
     residual, contribution = np.linalg.norm(rows, axis=0)
     return float(residual), float(contribution)
 

@@ -190,6 +190,7 @@ def test_anchor_version_of_the_future_is_rejected(kind):
         assert_identical(center.pull().params, tree())
 
 
+@pytest.mark.few(1)
 def test_concurrent_exchanges_are_atomic_and_counted(kind):
     """Integers in float32 make the sum exact in any order."""
     workers, exchanges = 4, 6

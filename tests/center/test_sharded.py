@@ -104,7 +104,7 @@ def test_message_counts_as_applied_if_all_parts_are(shard):
     assert session.exchange(Submission(3, ONES, anchor_version=answer.version)).applied
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [(0,), (1,), (0, 1)])
 def test_message_dropped_by_all_shards_is_restored_to_the_residual(late):
     """If a shard applied its part, nothing is restored, so nothing is applied twice."""

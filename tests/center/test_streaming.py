@@ -90,7 +90,7 @@ def in_a_program(rule, params, targets, fragments):
     return loop
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fragments", [FRAGMENTS, RANDOM], ids=["leaves", "elements"])
 @pytest.mark.parametrize("name", RULES)
 def test_8_fragments_give_the_numbers_of_the_split_form(name, fragments):

@@ -60,6 +60,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@pytest.mark.slow
 def test_replay_prints_the_hash_that_the_center_has_logged(served):
     path, log = served
     ended = re.search(r"the center ends at version (\d+), hash (\w+)", log)

@@ -12,6 +12,7 @@ import non_iid
 
 
 @pytest.mark.parametrize("workers", [4, 8])
+@pytest.mark.slow
 def test_workers_have_classes_of_their_own(workers):
     batches = non_iid.Problem(workers).data(seed=1)
     for worker in range(workers):

@@ -158,8 +158,7 @@ def test_hundreds_of_scenarios_hold(runner):
     assert {*runner.outcomes} >= {"applied", "dropped", "rejected"}
 
 
-@pytest.mark.few(2)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", ["before", "after", "torn", "full"])
 @pytest.mark.parametrize("power", [False, True])
 def test_disk_may_fail_at_any_call(fault, power, runner):
@@ -187,6 +186,7 @@ def test_seed_repeats_a_run(runner):
         assert runner.trace == first
 
 
+@pytest.mark.slow
 def test_failing_scenario_is_made_small(runner, monkeypatch):
     monkeypatch.setattr(_core.LocalSession, "wait_until_kept", lambda *_: None)
     found = (scenario.drawn(seed) for seed in range(1000))

@@ -77,6 +77,7 @@ def test_2_agn_with_period_1_and_inner_sgd_is_downpour_with_period_1(dtype):
     assert_close(actual, expected)
 
 
+@pytest.mark.few(1)
 def test_3_agn_window_of_one_worker_is_lookahead(problem):
     inner, params = problem
     targets = feeds(params, STEPS)

@@ -159,6 +159,7 @@ def split(fragments=None, **options):
 
 
 @pytest.mark.parametrize("fragments", [None, TURNS, LATE])
+@pytest.mark.few(1)
 def test_drop_in_split_and_round_give_the_same_numbers(fragments):
     expected, _ = trained(drop_in(fragments=fragments))
     tx = split(fragments)
@@ -208,6 +209,7 @@ def test_leaves_of_a_field_are_exchanged_with_the_fragments_of_their_parameters(
     }
 
 
+@pytest.mark.slow
 def test_arrays_of_no_parameter_are_exchanged_with_the_last_fragment():
     inner = optax.contrib.reduce_on_plateau()
     tx = agn_optax.average(
@@ -249,6 +251,7 @@ def test_vmap_pmap_and_shard_map_agree():
 
 
 @pytest.mark.parametrize("shard_axis", ["workers", ("workers", "towers")])
+@pytest.mark.few(1)
 def test_center_in_shards_changes_nothing(shard_axis):
     towers = agn_optax.Towers(4, workers=2)
     found = []

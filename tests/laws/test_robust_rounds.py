@@ -214,6 +214,7 @@ def test_encoded_messages_are_combined_equally_in_every_placement(name):
 
 
 @pytest.mark.parametrize("codec", [None, codecs.cast("bfloat16")])
+@pytest.mark.few(1)
 def test_messages_of_decoupled_diloco_count_by_tokens_in_every_placement(codec):
     made = rules.decoupled_diloco(optax.sgd(1.0), codec=codec)
     weights = [1.0, 2.0, 5.0, 3.0, 1.0, 8.0, 2.0, 4.0]

@@ -299,6 +299,7 @@ def test_rejections_of_each_kind_are_those_of_real_workers(name, norm, settings)
     assert 0 < np.sum(planned.outcome == Outcome.REJECTED) < 22
 
 
+@pytest.mark.slow
 def test_messages_that_are_not_finite_are_rejected_as_those_of_real_workers():
     planned = check_law(RULES["agn"](), batches=spoiled)
     assert np.sum(planned.outcome == Outcome.REJECTED) == 2
@@ -332,6 +333,7 @@ def test_fragments_of_random_elements_are_exchanged_as_by_real_workers():
     check_law(RULES["diloco"](), fragments=Fragments(2, seed=3), period=4)
 
 
+@pytest.mark.slow
 def test_fragments_in_rounds_are_exchanged_as_by_real_workers():
     check_law(RULES["agn"](), fragments=Fragments(2), period=4, mode=Synchronous())
 

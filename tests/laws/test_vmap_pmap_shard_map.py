@@ -109,7 +109,7 @@ def test_all_workers_have_the_same_center(name):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DROP_INS)
 def test_replicated_center_stays_replicated_in_shard_map_with_check_vma(name):
     """State enters shard_map with local parts per worker and one replicated center."""

@@ -157,7 +157,7 @@ def reads_of(optimizer, trusting=False):
 CUTS = {"element": (rows, packed), "leaf": (leaves,), "tree": ()}
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", _declared.TABLE)
 def test_transformation_reads_no_more_than_the_table_says(name):
     tx = constructed(name)
@@ -171,6 +171,7 @@ def test_transformation_reads_no_more_than_the_table_says(name):
         assert is_same_in_parts(tx, cut, names), f"{name} in {cut.__name__}"
 
 
+@pytest.mark.slow
 def test_numbers_show_what_the_table_must_not_contain():
     """The comparison notices factors of large leaves, and norms of all leaves."""
     adafactor, clip = optax.adafactor(0.1), optax.clip_by_global_norm(1.0)

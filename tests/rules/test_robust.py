@@ -263,6 +263,7 @@ def test_radial_mean_is_continuous_where_directions_cancel():
     np.testing.assert_allclose(made, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_robust_functions_keep_float64():
     with jax.enable_x64(True):
         tree = jax.tree.map(lambda x: jnp.asarray(x, "f8"), messages(5))

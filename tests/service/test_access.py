@@ -116,7 +116,7 @@ def allowed(address, client, name="anna", **shown):
     return " ".join(found)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_each_role_allows_its_calls_and_no_others(transport, unix_address, authority):
     with served(transport, unix_address, authority, Access(TOKENS)) as (server, client):

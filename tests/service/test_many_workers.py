@@ -405,6 +405,7 @@ def workers():
 @pytest.mark.parametrize(
     "transport", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_memory_of_a_message_is_released_with_its_answer(transport):
     """Although JAX is not called again in the center's process."""
     with (

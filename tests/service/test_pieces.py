@@ -286,6 +286,7 @@ def test_center_in_shards_gets_pieces_that_cross_its_parts(codec):
 
 @pytest.mark.parametrize("codec", ["identity", "cast", "quantize"])
 @pytest.mark.parametrize("sent", ["float32", "bfloat16"])
+@pytest.mark.few(1)
 def test_assembled_messages_are_replayed_from_the_journal(codec, sent, tmp_path):
     params, rule = tree(0), rule_of("diloco", codec)
     durability = Journal(tmp_path / "kept")

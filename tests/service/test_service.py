@@ -225,6 +225,7 @@ def test_float64_parameters_need_a_center_with_x64(serve, connect):
         center.initialize({"w": np.ones(3)}, worker="anna")
 
 
+@pytest.mark.slow
 def test_large_leaf_and_many_small_ones_are_exchanged(serve, connect):
     params = {"large": jnp.zeros((3_000_000,))} | {
         f"small-{i}": jnp.full((i % 5,), float(i)) for i in range(300)

@@ -135,6 +135,7 @@ def test_worker_that_resumed_after_a_late_answer_is_simulated_bit_for_bit(tmp_pa
     assert planned.steps_since.tolist() == [0, 1, 1, 0]
 
 
+@pytest.mark.slow
 def test_tape_with_drops_is_simulated_bit_for_bit(tmp_path):
     rule = agn_optax.rules.agn(optax.sgd(0.3), codec=BITS)
     last = real_run(tmp_path / "run", rule, mode=BoundedStaleness(versions=1))
@@ -505,6 +506,7 @@ def test_real_center_goes_on_from_a_simulated_tape(tmp_path):
         server.stop()
 
 
+@pytest.mark.slow
 def test_run_writes_a_tape_up_to_its_target(tmp_path):
     found = simulate.run(
         RULE,

@@ -21,7 +21,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", WHOLE)
 @pytest.mark.parametrize("weighted", [None, "rows", "tokens"])
 def test_loss_reductions_equal_those_of_the_whole_batch(reduction, weighted):

@@ -70,7 +70,7 @@ def test_drop_in_accepts_a_placement(name):
     support.assert_identical(towers.center_params(state), params)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("axes", "memory"),
     [
@@ -433,7 +433,7 @@ def test_sharded_center_can_be_restored_on_other_numbers_of_towers(
     support.assert_identical(record, expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", support.MEMORIES)
 def test_restored_on_fewer_towers_continues_as_before(memory):
     """The next exchange continues with the state of the center optimizer."""

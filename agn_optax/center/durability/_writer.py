@@ -193,4 +193,4 @@ class Writer:
 
 
 def _host(tree: PyTree) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return jax.device_get(jax.tree.leaves(tree))

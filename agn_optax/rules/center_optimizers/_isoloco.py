@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -92,7 +93,9 @@ def _orthogonalized(matrix: jax.Array) -> jax.Array:
     x = matrix.T if is_tall else matrix
     norm = jnp.linalg.norm(x)  # at least the largest singular value
     x = x / jnp.where(norm > 0, norm, 1)
+    # Accelerators would round the factors to fewer bits.
+    product = functools.partial(jnp.matmul, precision="highest")
     for a, b, c in _COEFFICIENTS:
-        gram = x @ x.T  # [k, k]
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = product(x, x.T)  # [k, k]
+        x = a * x + product(b * gram + product(c * gram, gram), x)
     return x.T if is_tall else x

@@ -86,9 +86,10 @@ def host_arrays(tree: PyTree, schema: Schema | None = None) -> list[np.ndarray]:
     """
     if schema is not None and jax.default_backend() != "cpu":
         tree = cast(tree, schema)
+    leaves = wire_leaves(tree)
     return [
-        np.asarray(leaf, None if isinstance(leaf, jax.Array) else jnp.result_type(leaf))
-        for leaf in wire_leaves(tree)
+        np.asarray(host, jnp.result_type(leaf))
+        for leaf, host in zip(leaves, jax.device_get(leaves), strict=True)
     ]
 
 
