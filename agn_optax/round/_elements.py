@@ -70,6 +70,25 @@ class Elements(NamedTuple):
             found = xp.concatenate([found, flat[end + column : end + column + 1]])
         return found
 
+    def put(self, leaf: Any, taken: Any) -> Any:
+        """Return a leaf with other values of these elements: the reverse of `take`."""
+        rows = self._rows
+        flat, end = jnp.reshape(leaf, -1), rows * self.parts
+        places = jnp.arange(rows), (self._offsets(jnp) + self.part) % self.parts
+        table = flat[:end].reshape(rows, self.parts)
+        table = table.at[places].set(
+            taken[:rows],
+            indices_are_sorted=True,
+            unique_indices=True,
+            mode="promise_in_bounds",
+        )
+        if not self._rest:
+            return table.reshape(self.shape)
+        last, column = flat[end:], self._column_of_rest()
+        if column < self._rest:
+            last = last.at[column].set(taken[rows])
+        return jnp.concatenate([table.reshape(-1), last]).reshape(self.shape)
+
     def join(self, arrays: Mapping[int, Any]) -> Any:
         """Return the leaf from the results of `take` for all parts, by part.
 

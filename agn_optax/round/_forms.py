@@ -510,6 +510,37 @@ def exchange_every(
             due, lambda state: send((updates, state))[1], state
         )
 
+    def exchange_elements(
+        number: int,
+        due: jax.Array,
+        updates: PyTree,
+        state: ExchangeState,
+        params: PyTree,
+        extra_args: dict[str, Any],
+    ) -> tuple[PyTree, ExchangeState]:
+        """Exchange a fragment of random elements of the tree, where due.
+
+        The elements are taken within the loop: taking them costs much more than leaves.
+        """
+        assert fragments is not None
+        parts = fragments.divide(params)
+
+        def on_tree(half: _Act, carry: Any) -> tuple[PyTree, ExchangeState]:
+            updates, state = carry
+            part = parts.take(number, updates), state
+            changed, state = _on_updates(half, part, parts.take(number, params))
+            return parts.put(number, updates, changed), state
+
+        exchange, send, receive = (
+            functools.partial(on_tree, half)
+            for half in _halves(rule, layout, extra_args, fragments)
+        )
+        if state.in_flight is None:
+            return _collectives.when(due, exchange, (updates, state))
+        is_received = fragments.is_received(state, due)
+        received = _collectives.when(is_received, receive, (updates, state))
+        return _collectives.when(due, send, received)
+
     def update_fn(
         updates: PyTree, state: State, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, State]:
@@ -533,15 +564,21 @@ def exchange_every(
         for p, fragment in enumerate(state.fragments):
             due = fragments.is_due(p, fragment, period_of)
             inner_state = average(inner_state, fragment.exchanges, due, owners[p])
+            if fragments.seed is not None:
+                updates, fragment = exchange_elements(
+                    p, due, updates, fragment, params, extra_args
+                )
+                moved.append(fragment)
+                continue
             part = parts.take(p, updates), fragment, parts.take(p, params), extra_args
             if fragment.in_flight is None:
-                moved.append(exchange_one(due, *part))
+                changed, fragment = exchange_one(due, *part)
             else:
                 is_received = fragments.is_received(fragment, due)
-                moved.append(exchange_late(due, is_received, *part))
-        updates = _parts.join([updates for updates, _ in moved])
-        states = tuple(state for _, state in moved)
-        return updates, FragmentsState(inner_state, states)
+                changed, fragment = exchange_late(due, is_received, *part)
+            updates = parts.put(p, updates, changed)
+            moved.append(fragment)
+        return updates, FragmentsState(inner_state, tuple(moved))
 
     return optax.GradientTransformationExtraArgs(split.init, update_fn)
 

@@ -403,16 +403,16 @@ def exchange_fragments(
       TreeMismatchError: the state is of fragments with a delay and ``fragments`` have
         none, or the reverse.
     """
-    parts = fragments.divide(params)
-    cut, states = parts.cut(params), list(state.fragments)
+    parts, states = fragments.divide(params), list(state.fragments)
     for index in indices:
         if (states[index].in_flight is None) != (not fragments.delay):
             raise errors.TreeMismatchError(
                 f"the state is of fragments {'without' if fragments.delay else 'with'} "
                 f"a delay, but here delay={fragments.delay}"
             )
-        cut[index], states[index] = exchange(cut[index], states[index])
-    return _parts.join(cut), state._replace(fragments=tuple(states))
+        part, states[index] = exchange(parts.take(index, params), states[index])
+        params = parts.put(index, params, part)
+    return params, state._replace(fragments=tuple(states))
 
 
 def remove_in_flight(state: PyTree) -> tuple[list[Any], PyTree]:

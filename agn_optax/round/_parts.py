@@ -63,6 +63,20 @@ class Parts(tuple[tuple[Piece, ...], ...]):
 
         return jax.tree.map(piece, tree, numbers(tree) if owners is None else owners)
 
+    def put(self, part: int, tree: PyTree, changed: PyTree) -> PyTree:
+        """Return a tree of which a part, whole leaves or elements, has other values."""
+        rows = {piece.leaf: piece.rows for piece in self[part]}
+
+        def leaf(number: int, leaf: Any, new: Any) -> Any:
+            if number not in rows:
+                return leaf
+            elements = rows[number]
+            if isinstance(elements, Elements):
+                return elements.put(leaf, new[elements.name])
+            return new
+
+        return jax.tree.map(leaf, numbers(tree), tree, changed)
+
 
 def join(parts: Sequence[PyTree]) -> PyTree:
     """Join the parts of a tree: the reverse of `Parts.cut`."""

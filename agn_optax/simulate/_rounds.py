@@ -28,7 +28,6 @@ from agn_optax.rules import Rule
 from agn_optax.worker import (
     NO_INNER,
     FragmentedModel,
-    StreamingState,
     WholeModel,
     programs,
 )
@@ -228,16 +227,10 @@ class Rounds:
         copied = params if self._programs.keeps_sent else None
         return rounds.Sent(copied, state.local_steps)
 
-    def _split(self, loop: Loop) -> list[tuple[PyTree, PyTree]]:
-        """Return the parameters and the state of each fragment."""
-        state = loop.state
-        states = state.fragments if isinstance(state, StreamingState) else [state]
-        return [*zip(self._model.split_params(loop.params), states, strict=True)]
-
     def _adopt(self, kind: Kind, loop: Loop, inputs: Inputs) -> Loop:
         """Adopt the answer to the last message, as `FragmentWorker` does."""
-        run, loops, begin = self._programs, self._split(loop), kind.begin
-        params, state = loops[kind.adopts]
+        run, begin, model = self._programs, kind.begin, (loop.params, loop.state)
+        params, state = self._model.take(*model, kind.adopts)
         (center,), contribution = inputs.centers, inputs.contribution
         assert begin is not None
         if begin.resets:
@@ -252,9 +245,9 @@ class Rounds:
                 adopted = run.receive(params, state, contribution, sent, anchor, center)
             else:
                 adopted = run.adopt(params, state, center)
-        loops[kind.adopts] = adopted
-        joined = self._model.join(loops, loop.state, resets=begin.resets)
-        return Loop(*joined, loop.sent)
+        resets = begin.resets
+        model = self._model.put(*model, kind.adopts, adopted, resets=resets)
+        return Loop(*model, loop.sent)
 
     def _anchor(self, kind: Kind, inputs: Inputs) -> PyTree:
         """Return the anchor of the message to be made."""
@@ -265,8 +258,8 @@ class Rounds:
     def _send(self, kind: Kind, loop: Loop, anchor: PyTree) -> tuple[Loop, PyTree]:
         """Make a message, as `FragmentWorker` does."""
         assert kind.sends is not None
-        run, loops, all_sent = self._programs, self._split(loop), [*loop.sent]
-        params, state = loops[kind.sends]
+        run, all_sent, model = self._programs, [*loop.sent], (loop.params, loop.state)
+        params, state = self._model.take(*model, kind.sends)
         if kind.in_background:
             spare, *_ = run.contribute(state, params, anchor)
             copied = params if run.keeps_sent else None
@@ -277,9 +270,9 @@ class Rounds:
             contribution, codec_state, _ = run.contribute(state, params, anchor)
             state = state._replace(codec_state=codec_state)
             sent = self._sent(params, state)
-        loops[kind.sends], all_sent[kind.sends] = (params, state), sent
-        joined = self._model.join(loops, loop.state)
-        return Loop(*joined, tuple(all_sent)), contribution
+        all_sent[kind.sends] = sent
+        model = self._model.put(*model, kind.sends, (params, state))
+        return Loop(*model, tuple(all_sent)), contribution
 
     def _steps(
         self, loop: Loop, plan: Plan, begin: Any, count: Any
@@ -313,7 +306,7 @@ class Rounds:
             loop, contribution, loss = self.stretch(kind, loop, inputs, plan)
             norm = None
             if kind.sends is not None and self.rule.message is None:
-                like = self._model.split_params(loop.params)[kind.sends]
+                like, _ = self._model.take(loop.params, loop.state, kind.sends)
                 message = rounds.message_of(self.rule, contribution, like)
                 norm = optax.tree.norm(message)
             return loop, Made(contribution, loss, norm)

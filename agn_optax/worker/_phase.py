@@ -46,19 +46,41 @@ class WholeModel:
         """Return the state of each fragment."""
         return [state]
 
-    def join(
-        self, loops: Sequence[Loop], state: Any, *, resets: bool = False
-    ) -> tuple[PyTree, Any]:
+    def join(self, loops: Sequence[Loop], state: Any) -> tuple[PyTree, Any]:
         """Return the parameters and the state of the whole model.
 
         Args:
           loops: parameters and state of each fragment.
-          state: the earlier state of the whole model, whose inner state is kept; None
-            at a start.
-          resets: whether a fragment was reset to the center.
+          state: a state of the whole model, whose inner state is kept; None at a start.
         """
-        del state, resets
+        del state
         return loops[0]
+
+    def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
+        """Return the parameters and the state of a fragment."""
+        del fragment
+        return params, state
+
+    def put(
+        self,
+        params: PyTree,
+        state: Any,
+        fragment: int,
+        loop: Loop,
+        *,
+        resets: bool = False,
+    ) -> tuple[PyTree, Any]:
+        """Return the whole model after a fragment has changed to ``loop``.
+
+        Args:
+          params: the parameters before, which are donated.
+          state: the state before.
+          fragment: index of the fragment.
+          loop: parameters and state of the fragment.
+          resets: whether the fragment was reset to the center.
+        """
+        del params, state, fragment, resets
+        return loop
 
 
 class FragmentedModel:
@@ -84,6 +106,13 @@ class FragmentedModel:
         self._name, self._rule = name, rule
         self._inner = check.optimizer(inner, "inner")
         self.tx = local_phase(self._init, self._step)
+        self._take_part: Callable[[int, PyTree], PyTree] = self._part_of
+        self._put_part: Callable[[int, PyTree, PyTree], PyTree] = self._with_part
+        if fragments.seed is not None:  # else parts are leaves as they are
+            self._take_part = jax.jit(self._part_of, static_argnums=0)
+            self._put_part = jax.jit(
+                self._with_part, static_argnums=0, donate_argnums=1
+            )
         self._init_inner = jax.jit(lambda params: self.tx.init(params).inner_state)
         self._repair_inner = jax.jit(
             lambda state, params: replace_if_not_finite(
@@ -138,14 +167,33 @@ class FragmentedModel:
         check_called_from_python(self._name, state)
         return [*state.fragments]
 
-    def join(
-        self, loops: Sequence[Loop], state: Any, *, resets: bool = False
-    ) -> tuple[PyTree, Any]:
+    def join(self, loops: Sequence[Loop], state: Any) -> tuple[PyTree, Any]:
         params = parts.join([params for params, _ in loops])
-        if state is None:
-            inner_state = self._init_inner(params)
-        elif resets:  # the inner state may have caused the rejection
-            inner_state = self._repair_inner(state.inner_state, params)
-        else:
-            inner_state = state.inner_state
+        inner_state = self._init_inner(params) if state is None else state.inner_state
         return params, StreamingState(inner_state, tuple(state for _, state in loops))
+
+    def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
+        return self._take_part(fragment, params), state.fragments[fragment]
+
+    def put(
+        self,
+        params: PyTree,
+        state: Any,
+        fragment: int,
+        loop: Loop,
+        *,
+        resets: bool = False,
+    ) -> tuple[PyTree, Any]:
+        part, own = loop
+        params = self._put_part(fragment, params, part)
+        inner_state, states = state.inner_state, [*state.fragments]
+        if resets:  # the inner state may have caused the rejection
+            inner_state = self._repair_inner(inner_state, params)
+        states[fragment] = own
+        return params, StreamingState(inner_state, tuple(states))
+
+    def _part_of(self, fragment: int, params: PyTree) -> PyTree:
+        return self._fragments.divide(params).take(fragment, params)
+
+    def _with_part(self, fragment: int, params: PyTree, part: PyTree) -> PyTree:
+        return self._fragments.divide(params).put(fragment, params, part)

@@ -612,14 +612,15 @@ class Worker:
         worker = self._workers[fragment]
 
         def act(params: PyTree, state: Any) -> Loop:
-            loops, rejected = self._split(params, state), worker.rejected
-            before = loops[fragment]
+            self._model.split_state(state)  # raises if it is of another worker
+            before = self._model.take(params, state, fragment)
+            rejected = worker.rejected
             loop = action(*before)
             if loop[0] is before[0] and loop[1] is before[1]:
                 return params, state
             self._last_sender = worker
-            loops[fragment] = loop
-            return self._model.join(loops, state, resets=worker.rejected > rejected)
+            resets = worker.rejected > rejected
+            return self._model.put(params, state, fragment, loop, resets=resets)
 
         return act
 

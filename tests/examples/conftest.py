@@ -25,3 +25,19 @@ def write_mnist(tmp_path):
         return folder
 
     return write
+
+
+@pytest.fixture
+def squares(write_mnist):
+    """A folder in MNIST's format: the class of an image is the place of its square."""
+    rng = np.random.default_rng(0)
+
+    def draw(n):
+        labels = rng.integers(0, 10, n)
+        images = rng.integers(0, 60, (n, 28, 28))
+        for image, label in zip(images, labels, strict=True):
+            row, column = divmod(label, 5)
+            image[10 * row : 10 * row + 5, 5 * column : 5 * column + 5] = 255
+        return images.astype(np.uint8), labels.astype(np.uint8)
+
+    return write_mnist(train=draw(400), t10k=draw(100))

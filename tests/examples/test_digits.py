@@ -91,29 +91,17 @@ def test_demo_trains_on_digits_and_survives_a_killed_worker(tmp_path, capsys):
     assert saved == {"agn-one-killed", "averaging", "one-worker"}
 
 
-def test_demo_trains_on_idx_files_with_two_seeds(tmp_path, write_mnist, capsys):
-    """The class of each image, of MNIST's size, is the position of a bright square."""
-    rng = np.random.default_rng(0)
-
-    def draw(n):
-        labels = rng.integers(0, 10, n)
-        images = rng.integers(0, 60, (n, 28, 28))
-        for image, label in zip(images, labels, strict=True):
-            row, column = divmod(label, 5)
-            image[10 * row : 10 * row + 5, 5 * column : 5 * column + 5] = 255
-        return images.astype(np.uint8), labels.astype(np.uint8)
-
-    folder = write_mnist(train=draw(400), t10k=draw(100))
+def test_demo_trains_on_idx_files_with_two_seeds(tmp_path, squares, capsys):
     output = tmp_path / "output"
     small = ("--steps", 40, "--seeds", 2, "--methods", "EASGD")
-    runs = run_demo("--mnist", folder, *small, "--output", output)["EASGD"]
+    runs = run_demo("--mnist", squares, *small, "--output", output)["EASGD"]
     assert [run.seed for run in runs] == [0, 1]
     for run in runs:
         check_rounds(run, wanted=8)
         assert run.death_and_return is None
         assert run.accuracy[-1] > 0.5
     assert runs[0].accuracy != runs[1].accuracy
-    assert f"{folder.name}: 2 workers" in capsys.readouterr().out
+    assert f"{squares.name}: 2 workers" in capsys.readouterr().out
     assert (output / "digits.png").exists()
 
 

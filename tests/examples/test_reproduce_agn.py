@@ -39,3 +39,14 @@ def test_agn_fails_with_many_workers_and_a_short_period_and_adag_does_not(tmp_pa
         assert simulated == pytest.approx(source, rel=0.15)
     verdicts = [claim["verdict"] for claim in found["claims"]]
     assert verdicts[1:] == ["reproduced"] * 3
+
+
+@pytest.mark.timeout(900)
+def test_agn_trains_on_idx_files(tmp_path, squares):
+    options = f"--quick --steps=1000 --mnist={squares} --folder={tmp_path}".split()
+    assert agn.main(options) == 0
+    found = json.loads((tmp_path / "agn.json").read_text())
+    for row in found["tables"][0]["rows"]:
+        training, validation = map(float, row[5].split(" / "))
+        assert training > 90  # EASGD: the square can be found in an image of 28 by 28
+        assert validation > 90

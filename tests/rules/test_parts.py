@@ -5,8 +5,10 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.support import assert_identical
 
+from agn_optax import Fragments
 from agn_optax import round as rounds
 
 SHAPES = st.lists(
@@ -63,6 +65,24 @@ def test_random_elements_are_the_same_in_programs_and_of_abstract_arrays():
     )
     abstract = parts.cut(jax.eval_shape(lambda: tree))
     assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, pieces)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_put_changes_one_part_and_no_other(seed):
+    tree = arrays([(5, 7), (3,), (64,), (2, 3), (0, 2)])
+    parts = Fragments(4, seed=seed).divide(tree)
+    put = jax.jit(parts.put, static_argnums=0)
+    changed = jax.tree.map(lambda x: -x - 1, tree)
+    now = jax.tree.map(jnp.asarray, tree)
+    for part in range(4):
+        before, now = now, put(part, now, parts.take(part, changed))
+        for other in range(4):
+            expected = changed if other == part else before
+            assert_identical(
+                parts.take(other, now),
+                jax.tree.map(jnp.asarray, parts.take(other, expected)),
+            )
+    assert_identical(now, jax.tree.map(jnp.asarray, changed))
 
 
 def test_random_elements_of_several_workers_are_joined():
