@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Notice, Notices, check
+from agn_optax._internal import Notice, Notices, check, trees
 from agn_optax.center._inspector import LOOK_INTERVAL, Inspector
 from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._links import Links
@@ -440,7 +440,7 @@ class Core:
                 contribution, version.params, samples=not self._inspector.is_full
             )
             if self.ledger.rejections.limits.measures:
-                norm = np.float32(jax.device_get(norm))  # waits for the device
+                norm = np.float32(trees.on_host(norm))  # waits for the device
         done = self._runtime.condition(self._lock)
         return _WaitingMessage(submission, norm, sample, reported, done)
 

@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from agn_optax._internal import Notices
+from agn_optax._internal import Notices, trees
 from agn_optax.center._ledger import Member
 
 LOOK_INTERVAL = 1.0  # s, minimum time between two looks at all workers
@@ -162,10 +161,10 @@ class Inspector:
                 self._notices.forget(worker)
 
     def _on_start(self, number: int, sample: Any) -> None:
-        self._moved, self._sample = number, jax.device_get(sample)
+        self._moved, self._sample = number, trees.on_host(sample)
 
     def _on_message(self, worker: str, norm: Any, sample: Any) -> None:
-        norm, sample = jax.device_get((norm, sample))
+        norm, sample = trees.on_host((norm, sample))
         if not np.isfinite(norm):
             return
         messages = self._workers.pop(worker, _Messages())
@@ -205,7 +204,7 @@ class Inspector:
         self._notices.measure("apart", messages.apart, worker, cosine=cosine)
 
     def _on_version(self, number: int, sample: Any) -> None:
-        before, self._sample = self._sample, jax.device_get(sample)
+        before, self._sample = self._sample, trees.on_host(sample)
         reached, self._reached = self._reached, False
         is_zero, self._is_zero = self._is_zero, True
         moved, aimed = np.sum(self._sample != before), np.sum(reached)

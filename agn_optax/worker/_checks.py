@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from agn_optax._internal import Notices, Thresholds
+from agn_optax._internal import Notices, Thresholds, trees
 from agn_optax.center import Answer, Transfer
 from agn_optax.rules import Rule
 from agn_optax.worker._programs import MessageNumbers
@@ -86,7 +86,7 @@ class ExchangeChecks:
         ):
             return
         (numbers, counted, compression), self._pending = self._pending, None
-        self._check_steps(int(jax.device_get(numbers.local_steps)), counted)
+        self._check_steps(int(trees.on_host(numbers.local_steps)), counted)
         if numbers.residual_norms is not None:
             residual, contribution = _own_norms(numbers.residual_norms)
             self._check_residual(residual, contribution * max(compression, 1.0))
@@ -200,7 +200,7 @@ class ExchangeChecks:
 def _own_norms(norms: jax.Array) -> tuple[float, float]:
     """Return the two norms of `MessageNumbers`, over what this process has."""
     own = norms if norms.ndim == 1 else [s.data for s in norms.addressable_shards]
-    rows = np.reshape(jax.device_get(own), (-1, 2))
+    rows = np.reshape(trees.on_host(own), (-1, 2))
     residual, contribution = np.linalg.norm(rows, axis=0)
     return float(residual), float(contribution)
 

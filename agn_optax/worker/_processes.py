@@ -402,7 +402,7 @@ def _on_device(tree: PyTree, device: Any, encoded: bool) -> PyTree:
 
     def piece(array: jax.Array) -> Any:
         (data,) = [s.data for s in array.addressable_shards if s.device == device]
-        return jax.device_get(data)[0] if encoded else data
+        return trees.on_host(data)[0] if encoded else data
 
     return jax.tree.map(piece, tree)
 

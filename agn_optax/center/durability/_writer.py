@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from agn_optax._internal import trees
 from agn_optax.center._runtime import Runtime
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
@@ -193,4 +194,4 @@ class Writer:
 
 
 def _host(tree: PyTree) -> list[np.ndarray]:
-    return jax.device_get(jax.tree.leaves(tree))
+    return trees.on_host(jax.tree.leaves(tree))

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import Leaf, description
+from agn_optax._internal import Leaf, description, trees
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
@@ -89,7 +89,7 @@ def host_arrays(tree: PyTree, schema: Schema | None = None) -> list[np.ndarray]:
     leaves = wire_leaves(tree)
     return [
         np.asarray(host, jnp.result_type(leaf))
-        for leaf, host in zip(leaves, jax.device_get(leaves), strict=True)
+        for leaf, host in zip(leaves, trees.on_host(leaves), strict=True)
     ]
 
 
