@@ -52,6 +52,14 @@ def flags(command):
         return [each for each in command.get_params(ctx) if getattr(each, "is_flag", 0)]
 
 
+def test_no_option_has_its_own_name_as_its_value():
+    """Typer 0.27 then writes the option's name like the value: ``--MODE``."""
+    for name, subcommand in APP.commands.items():
+        for param in subcommand.params:
+            is_argument = param.param_type_name == "argument"
+            assert is_argument or (param.metavar or "").lower() != param.name, name
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["", *APP.commands])
 def test_flags_take_no_value(name, monkeypatch):

@@ -73,7 +73,7 @@ class ModeOptions:
     """Options of how a center treats messages.
 
     Mode:
-      mode MODE [that of the tape, or {default_mode}]: When messages are applied:
+      mode NAME [that of the tape, or {default_mode}]: When messages are applied:
         {modes}.
       *bounded
       *synchronous
@@ -115,7 +115,7 @@ class CenterOptions:
         that Orbax reads; needs the extra flax.
 
     Mode:
-      mode MODE [{default_mode}]: When messages are applied: {modes}.
+      mode NAME [{default_mode}]: When messages are applied: {modes}.
       *bounded
       *synchronous
 
