@@ -16,7 +16,7 @@ With failures, step 1 has only the better half of the candidates without failure
 rounds with a quorum. With 32 workers it has instead the methods and periods that were
 among the best three with fewer workers in the same setting, and step 2 only the best of
 them. The table of step 3 belongs to the package, for `agn_optax.planning.advise`. A
-full run takes about six minutes of one core.
+full run takes 6 to 9 minutes of one core.
 """
 
 from __future__ import annotations

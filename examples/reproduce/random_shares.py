@@ -275,7 +275,7 @@ def claim(
         f"loss above that of one partition that stays: {spread(more['new shares'], 4)} "
         f"with new shares, {spread(more['new partitions'], 4)} with new partitions; "
         f"seeds of local SGD differ by {seeds:.4f}, its two programs by at most "
-        f"{max(apart):.0e}",
+        f"{max(apart):.1g}",
         "reproduced" if small else "not reproduced",
         "" if small else "methods differ more than seeds",
     )
