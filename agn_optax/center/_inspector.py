@@ -165,6 +165,7 @@ class Inspector:
 
     def _on_message(self, worker: str, norm: Any, sample: Any) -> None:
         norm, sample = trees.on_host((norm, sample))
+        norm = float(norm)
         if not np.isfinite(norm):
             return
         messages = self._workers.pop(worker, _Messages())

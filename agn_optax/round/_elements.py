@@ -71,7 +71,7 @@ class Elements(NamedTuple):
         return found
 
     def put(self, leaf: Any, taken: Any) -> Any:
-        """Return a leaf with other values of these elements: the reverse of `take`."""
+        """Return the leaf with these elements replaced by ``taken``, [size]."""
         rows = self._rows
         flat, end = jnp.reshape(leaf, -1), rows * self.parts
         places = jnp.arange(rows), (self._offsets(jnp) + self.part) % self.parts

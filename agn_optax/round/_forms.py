@@ -520,7 +520,8 @@ def exchange_every(
     ) -> tuple[PyTree, ExchangeState]:
         """Exchange a fragment of random elements of the tree, where due.
 
-        The elements are taken within the loop: taking them costs much more than leaves.
+        The elements are taken and put back within the loop, so only where due: unlike
+        whole leaves, they must be copied.
         """
         assert fragments is not None
         parts = fragments.divide(params)

@@ -64,7 +64,10 @@ class Parts(tuple[tuple[Piece, ...], ...]):
         return jax.tree.map(piece, tree, numbers(tree) if owners is None else owners)
 
     def put(self, part: int, tree: PyTree, changed: PyTree) -> PyTree:
-        """Return a tree of which a part, whole leaves or elements, has other values."""
+        """Return the tree with one part replaced by ``changed``.
+
+        The part must have whole leaves or elements, not rows.
+        """
         rows = {piece.leaf: piece.rows for piece in self[part]}
 
         def leaf(number: int, leaf: Any, new: Any) -> Any:
@@ -73,6 +76,7 @@ class Parts(tuple[tuple[Piece, ...], ...]):
             elements = rows[number]
             if isinstance(elements, Elements):
                 return elements.put(leaf, new[elements.name])
+            assert elements is None, elements
             return new
 
         return jax.tree.map(leaf, numbers(tree), tree, changed)

@@ -249,7 +249,7 @@ def radial() -> Combine:
             ]
             return jnp.sqrt(total(jax.tree.unflatten(treedef, rows)))
 
-        # Accelerators would round the factors of a product to fewer bits.
+        # By default, accelerators round the factors of a product to fewer bits.
         total_of = functools.partial(jnp.tensordot, axes=1, precision="highest")
         tiny = float(jnp.finfo(jnp.float32).tiny)
         lengths = norms(leaves, 1)  # [leaves, messages]

@@ -229,8 +229,8 @@ class Rounds:
 
     def _adopt(self, kind: Kind, loop: Loop, inputs: Inputs) -> Loop:
         """Adopt the answer to the last message, as `FragmentWorker` does."""
-        run, begin, model = self._programs, kind.begin, (loop.params, loop.state)
-        params, state = self._model.take(*model, kind.adopts)
+        run, begin, whole = self._programs, kind.begin, (loop.params, loop.state)
+        params, state = self._model.take(*whole, kind.adopts)
         (center,), contribution = inputs.centers, inputs.contribution
         assert begin is not None
         if begin.resets:
@@ -246,8 +246,8 @@ class Rounds:
             else:
                 adopted = run.adopt(params, state, center)
         resets = begin.resets
-        model = self._model.put(*model, kind.adopts, adopted, resets=resets)
-        return Loop(*model, loop.sent)
+        whole = self._model.put(*whole, kind.adopts, adopted, resets=resets)
+        return Loop(*whole, loop.sent)
 
     def _anchor(self, kind: Kind, inputs: Inputs) -> PyTree:
         """Return the anchor of the message to be made."""
@@ -258,8 +258,8 @@ class Rounds:
     def _send(self, kind: Kind, loop: Loop, anchor: PyTree) -> tuple[Loop, PyTree]:
         """Make a message, as `FragmentWorker` does."""
         assert kind.sends is not None
-        run, all_sent, model = self._programs, [*loop.sent], (loop.params, loop.state)
-        params, state = self._model.take(*model, kind.sends)
+        run, all_sent, whole = self._programs, [*loop.sent], (loop.params, loop.state)
+        params, state = self._model.take(*whole, kind.sends)
         if kind.in_background:
             spare, *_ = run.contribute(state, params, anchor)
             copied = params if run.keeps_sent else None
@@ -271,8 +271,8 @@ class Rounds:
             state = state._replace(codec_state=codec_state)
             sent = self._sent(params, state)
         all_sent[kind.sends] = sent
-        model = self._model.put(*model, kind.sends, (params, state))
-        return Loop(*model, tuple(all_sent)), contribution
+        whole = self._model.put(*whole, kind.sends, (params, state))
+        return Loop(*whole, tuple(all_sent)), contribution
 
     def _steps(
         self, loop: Loop, plan: Plan, begin: Any, count: Any

@@ -73,7 +73,7 @@ class WholeModel:
         """Return the whole model after a fragment has changed to ``loop``.
 
         Args:
-          params: the parameters before, which are donated.
+          params: the parameters before, which may be donated.
           state: the state before.
           fragment: index of the fragment.
           loop: parameters and state of the fragment.
@@ -108,7 +108,7 @@ class FragmentedModel:
         self.tx = local_phase(self._init, self._step)
         self._take_part: Callable[[int, PyTree], PyTree] = self._part_of
         self._put_part: Callable[[int, PyTree, PyTree], PyTree] = self._with_part
-        if fragments.seed is not None:  # else parts are leaves as they are
+        if fragments.seed is not None:  # otherwise parts have whole leaves, not copied
             self._take_part = jax.jit(self._part_of, static_argnums=0)
             self._put_part = jax.jit(
                 self._with_part, static_argnums=0, donate_argnums=1

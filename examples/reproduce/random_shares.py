@@ -18,7 +18,7 @@ model after steps of one worker alone:
 Workers draw a new share from a seed and the number of the step. This package does not:
 a part has a center and a record of its own, so it keeps its elements. Does that matter?
 The first two methods are `agn_optax.exchange_every`, and the others are in this file;
-local SGD is done both ways, with the same numbers. The program takes about four minutes
+local SGD is done both ways, with the same losses. The program takes about eight minutes
 of one core.
 """
 
@@ -198,7 +198,7 @@ def main(given: Sequence[str] | None = None) -> int:
     again = jax.jit(functools.partial(with_masks, "local SGD"))
     losses: dict[str, list[float]] = {name: [] for name in program}
     alike: dict[str, list[float]] = {name: [] for name in program}
-    apart = []  # two programs of local SGD
+    apart = []  # differences between the two programs of local SGD
     for seed in range(options.seeds):
         start = language.trained_alone(
             optax.adamw(RATE), BATCHES, seed, period=PERIOD, rounds=BEFORE
@@ -250,9 +250,9 @@ def claim(
     report.claim(
         "Models that average a share of their parameters at each step stay alike",
         "parameters have a correlation above 0.9, with shares of 0.1 %",
-        f"with shares of {100 / PERIOD:.1f} %, changes since the start have at least "
-        f"{least['new shares']:.2f} after half of the steps with new shares, "
-        f"{least['one partition']:.2f} with one partition, and alone "
+        f"with shares of {100 / PERIOD:.1f} %, the changes after half of the steps "
+        f"have a correlation of at least {least['new shares']:.2f} with new shares, "
+        f"and {least['one partition']:.2f} with one partition; of workers alone, "
         f"{spread(alike['alone'], 2)}",
         "reproduced" if both else "in part",
         "" if both else "changes are less alike than parameters",

@@ -69,7 +69,7 @@ def test_random_elements_are_the_same_in_programs_and_of_abstract_arrays():
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_put_changes_one_part_and_no_other(seed):
-    tree = arrays([(5, 7), (3,), (64,), (2, 3), (0, 2)])
+    tree = arrays([(5, 7), (3,), (64,), (2, 3), (0, 2), ()])
     parts = Fragments(4, seed=seed).divide(tree)
     put = jax.jit(parts.put, static_argnums=0)
     changed = jax.tree.map(lambda x: -x - 1, tree)

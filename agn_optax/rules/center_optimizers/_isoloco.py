@@ -93,7 +93,7 @@ def _orthogonalized(matrix: jax.Array) -> jax.Array:
     x = matrix.T if is_tall else matrix
     norm = jnp.linalg.norm(x)  # at least the largest singular value
     x = x / jnp.where(norm > 0, norm, 1)
-    # Accelerators would round the factors to fewer bits.
+    # By default, accelerators round the factors of a product to fewer bits.
     product = functools.partial(jnp.matmul, precision="highest")
     for a, b, c in _COEFFICIENTS:
         gram = product(x, x.T)  # [k, k]

@@ -88,7 +88,7 @@ def host_arrays(tree: PyTree, schema: Schema | None = None) -> list[np.ndarray]:
         tree = cast(tree, schema)
     leaves = wire_leaves(tree)
     return [
-        np.asarray(host, jnp.result_type(leaf))
+        np.asarray(host, None if isinstance(leaf, jax.Array) else jnp.result_type(leaf))
         for leaf, host in zip(leaves, trees.on_host(leaves), strict=True)
     ]
 
