@@ -106,13 +106,9 @@ class FragmentedModel:
         self._name, self._rule = name, rule
         self._inner = check.optimizer(inner, "inner")
         self.tx = local_phase(self._init, self._step)
-        self._take_part: Callable[[int, PyTree], PyTree] = self._part_of
-        self._put_part: Callable[[int, PyTree, PyTree], PyTree] = self._with_part
+        self._take, self._put = _take, _put
         if fragments.seed is not None:  # otherwise parts have whole leaves, not copied
-            self._take_part = jax.jit(self._part_of, static_argnums=0)
-            self._put_part = jax.jit(
-                self._with_part, static_argnums=0, donate_argnums=1
-            )
+            self._take, self._put = _take_copied, _put_in_place
         self._init_inner = jax.jit(lambda params: self.tx.init(params).inner_state)
         self._repair_inner = jax.jit(
             lambda state, params: replace_if_not_finite(
@@ -173,7 +169,8 @@ class FragmentedModel:
         return params, StreamingState(inner_state, tuple(state for _, state in loops))
 
     def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
-        return self._take_part(fragment, params), state.fragments[fragment]
+        part = self._take(self._fragments, fragment, params)
+        return part, state.fragments[fragment]
 
     def put(
         self,
@@ -185,15 +182,22 @@ class FragmentedModel:
         resets: bool = False,
     ) -> tuple[PyTree, Any]:
         part, own = loop
-        params = self._put_part(fragment, params, part)
+        params = self._put(self._fragments, fragment, params, part)
         inner_state, states = state.inner_state, [*state.fragments]
         if resets:  # the inner state may have caused the rejection
             inner_state = self._repair_inner(inner_state, params)
         states[fragment] = own
         return params, StreamingState(inner_state, tuple(states))
 
-    def _part_of(self, fragment: int, params: PyTree) -> PyTree:
-        return self._fragments.divide(params).take(fragment, params)
 
-    def _with_part(self, fragment: int, params: PyTree, part: PyTree) -> PyTree:
-        return self._fragments.divide(params).put(fragment, params, part)
+def _take(fragments: Fragments, fragment: int, params: PyTree) -> PyTree:
+    return fragments.divide(params).take(fragment, params)
+
+
+def _put(fragments: Fragments, fragment: int, params: PyTree, part: PyTree) -> PyTree:
+    return fragments.divide(params).put(fragment, params, part)
+
+
+# Compiled once for all workers of a process.
+_take_copied = jax.jit(_take, static_argnums=(0, 1))
+_put_in_place = jax.jit(_put, static_argnums=(0, 1), donate_argnums=2)
