@@ -164,6 +164,10 @@ class FragmentedModel:
     def split_state(self, state: Any) -> list[LocalState]:
         if not isinstance(state, StreamingState):
             raise not_its_state(self._name, state)
+        count, expected = len(state.fragments), len(self._fragments)
+        if count != expected:
+            advice = f". It has {count} fragments, and this worker {expected}"
+            raise not_its_state(self._name, state, advice)
         check_called_from_python(self._name, state)
         return [*state.fragments]
 

@@ -467,6 +467,8 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
         errors.TreeMismatchError, match=r"pass the state that worker\.start"
     ):
         worker.flush(params, None)
+    with pytest.raises(errors.TreeMismatchError, match="1 fragments, and this wor"):
+        worker.flush(params, state._replace(fragments=state.fragments[:1]))
     saved = worker.save(params, state)
     with pytest.raises(
         errors.WorkerStateError, match="resume_token is of a worker with 1"
