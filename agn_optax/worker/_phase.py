@@ -18,7 +18,12 @@ import optax
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import Fragments, LocalState, parts, steps
 from agn_optax.rules import Rule
-from agn_optax.worker._fragment import Loop, check_called_from_python, not_its_state
+from agn_optax.worker._fragment import (
+    Loop,
+    check_called_from_python,
+    check_not_deleted,
+    not_its_state,
+)
 from agn_optax.worker._programs import (
     StreamingState,
     local_phase,
@@ -177,6 +182,8 @@ class FragmentedModel:
         return params, StreamingState(inner_state, tuple(state for _, state in loops))
 
     def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
+        if self._fragments.seed is not None:  # a program takes the elements
+            check_not_deleted(self._name, params, "params")
         return self._take_part(fragment, params), state.fragments[fragment]
 
     def put(

@@ -511,6 +511,15 @@ def test_worker_with_another_seed_is_rejected_by_name():
         other.start(PARAMS)
 
 
+@pytest.mark.parametrize("fragments", [FRAGMENTS, RANDOM], ids=["leaves", "elements"])
+def test_donated_parameters_are_rejected_by_name(fragments):
+    worker = worker_of(shards(fragments=fragments), fragments=fragments, period=1)
+    params, state = worker.start()
+    params["a"].delete()
+    with pytest.raises(errors.WorkerStateError, match=r"\['a'\] has been donated"):
+        worker.exchange(params, state)
+
+
 def test_worker_of_several_processes_rejects_random_elements(monkeypatch):
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
