@@ -146,6 +146,26 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def without_keys(tree: PyTree) -> PyTree:
+    """Replace arrays of random keys by their data."""
+    return jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree
+    )
+
+
+def with_keys(tree: PyTree, like: PyTree) -> PyTree:
+    """Undo `without_keys`, where ``like``, which may be abstract, has random keys."""
+
+    def wrap(wanted: Any, leaf: Any) -> Any:
+        if not is_key(wanted):
+            return leaf
+        # The name of the algorithm is read from an array, not from its dtype.
+        impl = jax.random.key_impl(jnp.empty((), wanted.dtype))
+        return jax.random.wrap_key_data(leaf, impl=impl)
+
+    return jax.tree.map(wrap, like, tree)
+
+
 def nbytes(tree: PyTree, dtype: Any = None) -> int:
     """Return the size of all leaves in bytes, in their dtypes or all in one dtype."""
     leaves = jax.tree.leaves(tree)
@@ -158,7 +178,7 @@ def nbytes(tree: PyTree, dtype: Any = None) -> int:
 def digest(tree: PyTree) -> str:
     """Return a hash of all paths, dtypes, shapes and values of a tree of arrays."""
     hashed = hashlib.blake2b(describe(tree).hash, digest_size=16)
-    for leaf in jax.tree.leaves(tree):
+    for leaf in jax.tree.leaves(without_keys(tree)):
         hashed.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return hashed.hexdigest()
 

@@ -63,13 +63,10 @@ def abstract(like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
 def filled(like: PyTree, leaves: Sequence[Leaf], loaded: PyTree) -> PyTree:
     """Return a loaded tree in the form of ``like``."""
 
-    def fill(wanted: Any, empty: Any, array: Any) -> Any:
-        array = empty if array is None else array
-        if not trees.is_key(wanted):
-            return array
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(wanted))
+    def fill(empty: Any, array: Any) -> Any:
+        return empty if array is None else array
 
-    return jax.tree.map(fill, like, _arrays(like, leaves), loaded)
+    return trees.with_keys(jax.tree.map(fill, _arrays(like, leaves), loaded), like)
 
 
 def _arrays(like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
@@ -81,11 +78,9 @@ def _plain(tree: PyTree) -> PyTree:
     """Replace random keys by their data, and numbers by arrays."""
 
     def plain(leaf: Any) -> Any:
-        if trees.is_key(leaf):
-            return jax.random.key_data(leaf)
         return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
 
-    return jax.tree.map(plain, tree)
+    return jax.tree.map(plain, trees.without_keys(tree))
 
 
 def _without_empty(tree: PyTree) -> PyTree:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax._internal import trees
 from agn_optax.center import CenterState, History, Store, stack, state_in
 from agn_optax.rules import Rule
 from agn_optax.tape._events import Event, event_of
@@ -385,7 +386,8 @@ class Tape:
             software and hardware wrote the snapshot.
         """
         snapshot, found = self._history.snapshot(number), store.save()
-        leaves = jax.tree.leaves((found.params, found.center_state))
+        center_state = trees.without_keys(found.center_state)
+        leaves = jax.tree.leaves((found.params, center_state))
         apart = max(map(_apart, snapshot.arrays, map(np.asarray, leaves)), default=0.0)
         if not apart:
             return

@@ -591,14 +591,8 @@ class FragmentWorker:
             )
         check.same_tree(state, expected_state, "state", "this worker's state")
         check.float_leaves(params, "params")
-        for name, tree in (("params", params), ("state", state)):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                    raise errors.WorkerStateError(
-                        f"{name}{jax.tree_util.keystr(path)} has been donated or "
-                        f"deleted: give worker {self.name!r} the arrays that its last "
-                        "local step returned"
-                    )
+        check_not_deleted(self.name, params, "params")
+        check_not_deleted(self.name, state, "state")
         anchor = self.require_start()
         if anchor.params is not None:  # the parameters may be on other devices now
             self._anchor = _placed(anchor, params)
@@ -610,6 +604,16 @@ def not_its_state(worker: str, state: Any, advice: str = "") -> Exception:
         f"state does not belong to worker {worker!r}: pass the state that worker.start "
         f"or worker.tx.update returned, got {check.show(state)}{advice}"
     )
+
+
+def check_not_deleted(worker: str, tree: PyTree, name: str) -> None:
+    """Raise if an array has been donated or deleted."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise errors.WorkerStateError(
+                f"{name}{jax.tree_util.keystr(path)} has been donated or deleted: give "
+                f"worker {worker!r} the arrays that its last local step returned"
+            )
 
 
 def check_called_from_python(worker: str, tree: PyTree) -> None:

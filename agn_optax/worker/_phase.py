@@ -18,7 +18,12 @@ import optax
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import Fragments, LocalState, parts, steps
 from agn_optax.rules import Rule
-from agn_optax.worker._fragment import Loop, check_called_from_python, not_its_state
+from agn_optax.worker._fragment import (
+    Loop,
+    check_called_from_python,
+    check_not_deleted,
+    not_its_state,
+)
 from agn_optax.worker._programs import (
     StreamingState,
     local_phase,
@@ -160,6 +165,10 @@ class FragmentedModel:
     def split_state(self, state: Any) -> list[LocalState]:
         if not isinstance(state, StreamingState):
             raise not_its_state(self._name, state)
+        count, expected = len(state.fragments), len(self._fragments)
+        if count != expected:
+            advice = f". It has {count} fragments, and this worker {expected}"
+            raise not_its_state(self._name, state, advice)
         check_called_from_python(self._name, state)
         return [*state.fragments]
 
@@ -169,6 +178,8 @@ class FragmentedModel:
         return params, StreamingState(inner_state, tuple(state for _, state in loops))
 
     def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
+        if self._fragments.seed is not None:  # a program takes the elements
+            check_not_deleted(self._name, params, "params")
         part = self._take(self._fragments, fragment, params)
         return part, state.fragments[fragment]
 

@@ -27,7 +27,8 @@ from helpers.support import RULES, assert_identical, tree
 from helpers.waiting import in_background, wait_until
 
 import agn_optax
-from agn_optax import errors
+from agn_optax import errors, tape
+from agn_optax._internal import trees
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
@@ -939,6 +940,24 @@ def test_plain_containers_are_restored(params, tmp_path):
     again = kept(Journal(tmp_path / "a"))
     assert_identical(again.pull().params, params)
     again.close()
+
+
+def test_random_keys_of_a_center_optimizer_are_restored(tmp_path):
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(3, impl="rbg"))
+    rule = shared.diloco(optax.chain(noise, shared.sgd(0.1)))
+    journal = Journal(tmp_path / "a", keep="contributions")
+    center = kept(journal, rule, params=jnp.ones(3))
+    send(center)
+    again = LocalCenter.restore(rule, center.save())
+    center.close()
+    center = kept(journal, rule)
+    for each in (again, center):
+        send(each, worker="other")
+    saved = center.save()
+    center.close()
+    replayed = tape.read(tmp_path / "a").replay(rule, whole=True)
+    for found in (again.save(), replayed):
+        assert trees.digest(found) == trees.digest(saved)
 
 
 def test_custom_containers_must_be_passed_again(tmp_path):

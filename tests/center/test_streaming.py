@@ -467,6 +467,8 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
         errors.TreeMismatchError, match=r"pass the state that worker\.start"
     ):
         worker.flush(params, None)
+    with pytest.raises(errors.TreeMismatchError, match="1 fragments, and this wor"):
+        worker.flush(params, state._replace(fragments=state.fragments[:1]))
     saved = worker.save(params, state)
     with pytest.raises(
         errors.WorkerStateError, match="resume_token is of a worker with 1"
@@ -507,6 +509,15 @@ def test_worker_with_another_seed_is_rejected_by_name():
     other = worker_of(center, fragments=agn_optax.Fragments(2, seed=6), name="other")
     with pytest.raises(errors.TreeMismatchError, match=r"seed=6.*seed=5"):
         other.start(PARAMS)
+
+
+@pytest.mark.parametrize("fragments", [FRAGMENTS, RANDOM], ids=["leaves", "elements"])
+def test_donated_parameters_are_rejected_by_name(fragments):
+    worker = worker_of(shards(fragments=fragments), fragments=fragments, period=1)
+    params, state = worker.start()
+    params["a"].delete()
+    with pytest.raises(errors.WorkerStateError, match=r"\['a'\] has been donated"):
+        worker.exchange(params, state)
 
 
 def test_worker_of_several_processes_rejects_random_elements(monkeypatch):

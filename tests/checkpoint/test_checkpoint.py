@@ -52,6 +52,24 @@ def test_restored_worker_and_center_continue_bit_for_bit(saved):
     assert (again.exchanges, other.version) == (worker.exchanges, center.version)
 
 
+def test_random_keys_of_optimizers_are_restored(tmp_path):
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(3))
+    optimizer = optax.chain(noise, shared.sgd(0.1))
+    rule, feeds = shared.agn(optimizer), support.feeds(support.tree(), 5)
+
+    def new(center):
+        return agn_optax.Worker(center, optimizer, period=3, name="w")
+
+    center, other = agn_optax.LocalCenter(rule), agn_optax.LocalCenter(rule)
+    worker, again = new(center), new(other)
+    loop = train(worker, *worker.start(support.tree(), chief=True), feeds)
+    checkpoint.save(tmp_path / "saved", worker=(worker, *loop), center=center)
+    loaded = checkpoint.load(tmp_path / "saved", worker=again, center=other)
+    params, _ = train(again, *loaded["worker"], feeds)
+    support.assert_identical(params, train(worker, *loop, feeds)[0])
+    support.assert_identical(other.pull().params, center.pull().params)
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_orbax_alone_reads_a_checkpoint(saved):
     """The names in a checkpoint are a contract with existing checkpoints."""

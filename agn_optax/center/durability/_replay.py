@@ -76,13 +76,15 @@ def state_in(
         return CenterState(restored, state, about["version"])
     state = rounds.center_state_like(rule, restored)
     rest = snapshot.arrays[count:]
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    saved_like = jax.eval_shape(trees.without_keys, state)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(saved_like)]
     if shapes != [array.shape for array in rest]:
         raise errors.RuleMismatchError(
             f"{where} has another rule: its center optimizer has another state. "
             "Use the same optimizer, or another directory"
         )
     center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
+    center_state = trees.with_keys(center_state, state)
     return CenterState(restored, center_state, about["version"])
 
 
@@ -104,7 +106,7 @@ def snapshot_of(
         "params": described.leaves,
         "containers": described.structure,
     }
-    leaves = jax.tree.leaves((state.params, state.center_state))
+    leaves = jax.tree.leaves((state.params, trees.without_keys(state.center_state)))
     return {**described_as, **about}, [np.asarray(leaf) for leaf in leaves]
 
 
