@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from helpers import shared
@@ -132,6 +133,7 @@ def test_workers_of_an_nnx_model_exchange_only_parameters():
     assert len({str(model.dropout.rngs.key[...]) for model in trained}) == 2
 
 
+@pytest.mark.slow
 def test_partitioned_equinox_model_trains():
     """It follows docs/loops.md: arrays are exchanged; static parts are kept apart."""
     center = a_center()

@@ -100,6 +100,7 @@ def test_interrupted_adoption_is_completed_without_a_second_exchange(
 
 
 @pytest.mark.parametrize("optimizer", ["dog", "dowg", "prodigy"])
+@pytest.mark.few(1)
 def test_center_optimizer_may_keep_the_initial_params(optimizer):
     make = getattr(optax.contrib, optimizer)
     factory = make if optimizer == "prodigy" else lambda: make(learning_rate=1.0)

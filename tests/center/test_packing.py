@@ -80,7 +80,7 @@ def test_packed_center_is_equal_with_any_optimizer(optimizer, dtype):
     assert_identical(*map(everything, both))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RULES)
 def test_packed_center_is_equal_with_any_rule(name):
     both = stores(RULES[name](), arrays(0))

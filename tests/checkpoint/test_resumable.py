@@ -488,6 +488,7 @@ def test_flush_after_an_unacknowledged_fragment_is_resumed(
 
 
 @pytest.mark.parametrize("make", [by_fragments, resumable])
+@pytest.mark.few(1)
 def test_failed_checkpoint_write_loses_no_sample(
     make, journaled, halved, tmp_path, monkeypatch
 ):

@@ -77,6 +77,7 @@ def test_table_begins_with_seed_and_digest(file):
     assert re.search(r"utilization .* \d\d\.\d%", output)
 
 
+@pytest.mark.slow
 def test_fragments_are_equal_parts_of_the_model(file):
     options = ["--fragments=3", "--fragments-delay=2", "--parameters=10", "--json"]
     found = json.loads(succeeds("simulate", str(file), *options))

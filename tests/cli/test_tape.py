@@ -164,6 +164,7 @@ def write_functions(folder):
     (folder / "measures.py").write_text(textwrap.dedent(text))
 
 
+@pytest.mark.slow
 def test_what_if_shows_where_workers_part(path, tmp_path):
     write_functions(tmp_path)
     options = (*OTHER, "--loss=measures:norm", "--every=4", "--plot=what_if.png")

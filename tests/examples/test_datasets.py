@@ -11,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import datasets
 
 
+@pytest.mark.slow
 def test_digits_are_complete_and_split():
     data = datasets.digits()
     assert len(data.train.labels) + len(data.test.labels) == 1797

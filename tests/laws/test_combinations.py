@@ -469,7 +469,7 @@ SOME = each_once(*AXES)
 
 
 @pytest.mark.parametrize("row", SOME, ids=", ".join)
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 def test_every_value_in_one_combination(row):
     check_or_expect_rejection(row)
 

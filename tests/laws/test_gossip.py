@@ -219,6 +219,7 @@ def test_gossip_keeps_messages_much_smaller_than_the_center(gossip):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.few(1)
 def test_gossip_keeps_float64_under_strict_promotion(workers):
     tx = make(shared.diloco(FAST))
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
@@ -320,6 +321,7 @@ def test_restored_gossip_state_continues_bit_for_bit(tmp_path):
     assert_identical(restored, state)
 
 
+@pytest.mark.slow
 def test_gossip_on_other_workers_starts_from_the_mean_of_centers():
     tx = make(shared.diloco(FAST), period=2)
     many, few = agn_optax.Towers(4, workers=4), agn_optax.Towers(3, workers=3)
@@ -334,6 +336,7 @@ def test_gossip_on_other_workers_starts_from_the_mean_of_centers():
     assert_close(trace, jnp.full(3, before.mean()))
 
 
+@pytest.mark.slow
 def test_gossip_over_several_mesh_axes_equals_one_axis():
     tx = make(shared.diloco(FAST), axis_name=("hosts", "workers"))
     params = jnp.zeros((2, 4, SIZE))
@@ -402,6 +405,7 @@ def test_gossip_settings_out_of_range_are_rejected(settings):
         agn_optax.Placement(**settings)
 
 
+@pytest.mark.slow
 def test_gossip_rejects_the_state_of_a_common_center():
     tx = make(shared.average())
     params = jnp.zeros(SIZE)

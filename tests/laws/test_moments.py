@@ -272,6 +272,7 @@ def test_center_in_shards_changes_nothing(shard_axis):
     assert_close(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_with_gossip_a_field_is_the_mean_of_two_partners():
     placement = agn_optax.Placement(gossip=1.0)
     tx = drop_in((("mu", 1),), placement=placement)
@@ -329,6 +330,7 @@ def test_fields_are_found_inside_wrappers_and_masks():
     assert spread(agn_optax.moments_of(found, "nu")) > 0.0
 
 
+@pytest.mark.slow
 def test_mean_of_16_bit_moments_is_rounded_once():
     inner = optax.adam(0.05, mu_dtype="bfloat16")
     _, states = trained(drop_in((("mu", 1),), inner), PERIOD)

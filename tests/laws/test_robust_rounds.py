@@ -256,6 +256,7 @@ def test_leaf_without_elements_is_combined_on_a_mesh(name):
 
 @pytest.mark.parametrize("bad", [np.nan, 1e20, -np.inf])
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "radial"])
+@pytest.mark.few(1)
 def test_one_arbitrary_worker_keeps_the_center_in_the_range_of_others(name, bad):
     grads = jax.tree.map(lambda g: g[:PERIOD], GRADS)
     ends = jax.tree.map(lambda p, g: p - 0.25 * g.sum(axis=0), PARAMS, grads)
@@ -398,6 +399,7 @@ def test_fragments_reject_combinations_of_whole_messages():
         )
 
 
+@pytest.mark.slow
 def test_all_fragments_at_once_equal_no_fragments_for_median():
     expected = over_vmap(rule("median"))
     found = over_vmap(

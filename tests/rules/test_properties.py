@@ -138,6 +138,7 @@ def test_dtypes_and_weak_types_are_stable(name, dtype):
 
 
 @some_drop_ins
+@pytest.mark.few(1)
 def test_vmap_runs_independent_workers(name):
     params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree())
     targets = feeds(tree(), 7, workers=(2,))
@@ -193,6 +194,7 @@ def test_works_in_multi_transform(name):
 
 
 @some_drop_ins
+@pytest.mark.few(1)
 def test_works_in_multi_steps(name):
     params = tree()
     tx = optax.MultiSteps(make(name), every_k_schedule=2)
@@ -204,6 +206,7 @@ def test_works_in_multi_steps(name):
 
 @some_drop_ins
 @pytest.mark.parametrize("static", [(), ("period",)])
+@pytest.mark.few(1)
 def test_works_in_inject_hyperparams(name, static):
     if name == "easgd_rho":
         factory, hyperparameters = agn_optax.easgd, {"rho": 0.1}
@@ -342,6 +345,7 @@ Y = X @ np.array([[1.0], [-2.0], [0.5]], np.float32) + 1
 
 
 @some_drop_ins
+@pytest.mark.few(1)
 def test_works_in_flax_train_state(name):
     model = Linear()
     params = model.init(jax.random.key(0), X)["params"]
@@ -367,6 +371,7 @@ def test_works_in_flax_train_state(name):
 
 
 @some_drop_ins
+@pytest.mark.few(1)
 def test_works_in_nnx_optimizer(name):
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, make(name, optax.sgd(0.05)), wrt=nnx.Param)

@@ -193,6 +193,7 @@ def test_radial_averages_lengths_and_directions_separately(count):
     assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
+@pytest.mark.slow
 def test_radial_message_of_twice_the_weight_counts_as_two_messages():
     tree = messages(3, spread=3.0)
     twice = jax.tree.map(lambda x: np.concatenate([x[:1], x]), tree)

@@ -360,7 +360,7 @@ RULES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_is_said_of_workers_that_behave(name, caplog):
     rule, settings = RULES[name]

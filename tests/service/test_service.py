@@ -569,6 +569,7 @@ def test_worker_with_overlap_does_not_wait_for_an_answer(serve, connect, transpo
 
 
 @pytest.mark.parametrize("rule", ["agn", "easgd_rho"])
+@pytest.mark.few(1)
 def test_overlap_with_agn_and_elastic_rules(serve, connect, rule):
     """A single worker with constant gradients, so only the time of answers varies."""
     rule = RULES[rule]()

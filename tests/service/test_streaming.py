@@ -73,6 +73,7 @@ def served(count):
 
 
 @pytest.mark.parametrize("count", [1, FRAGMENTS])
+@pytest.mark.few(1)
 def test_servers_hold_one_fragment_at_a_time(count):
     with served(count) as (worker, held, sent):
         loop = worker.start(PARAMS, chief=True)

@@ -211,6 +211,7 @@ def test_real_center_goes_on_from_a_simulated_one(tmp_path):
         assert_identical(center.save(), found.center)
 
 
+@pytest.mark.slow
 def test_worker_that_begins_at_a_later_version_adopts_it():
     cluster = Cluster(workers=2, speed=LogNormal(0.1, 0.1), joins={"worker-1": 3.0})
     schedule = simulate.schedule(
@@ -237,6 +238,7 @@ def test_progress_is_reported_to_its_end():
     assert 0.3 < fractions[0] <= fractions[-1] <= 1
 
 
+@pytest.mark.slow
 def test_message_that_a_center_rejects_is_an_error_in_a_schedule_without_numbers():
     explode = lambda params, batch: 1e12 * problem.loss(params, batch)  # noqa: E731
     with pytest.raises(errors.SimulationError, match=r"rejects message 1 of worker"):
@@ -249,6 +251,7 @@ def test_message_that_a_center_rejects_is_an_error_in_a_schedule_without_numbers
         execute(planned(shared.easgd(0.3)), loss=explode)
 
 
+@pytest.mark.slow
 def test_run_without_rejections_is_the_execution_of_its_schedule():
     schedule = planned(overlap=True)
     found = run(overlap=True)

@@ -205,7 +205,7 @@ def test_row_sparse_embedding_gradients_are_gathered(reduction):
     assert sent.bytes_sent < values.nbytes + rows.nbytes + 100 < dense[0].nbytes
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 12])
 def test_reduced_sparse_rows_are_unique(towers):
     values, rows = embedding_gradient(np.random.default_rng(1), towers, 5, (50, 2))

@@ -139,6 +139,7 @@ def test_sparse_rows_are_split_over_towers():
     )
 
 
+@pytest.mark.slow
 def test_sparse_rows_work_in_predictions():
     workers = agn_optax.Towers(2, workers=2)
     weights = np.arange(8.0, dtype=np.float32).reshape(4, 2)

@@ -184,7 +184,7 @@ def test_step_on_python_number_compiles_once():
     assert step.jitted._cache_size() == 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_another_current_mesh_changes_nothing(kind):
     towers = agn_optax.Towers(4, workers=2)
