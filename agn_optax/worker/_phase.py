@@ -61,6 +61,9 @@ class WholeModel:
         del state
         return loops[0]
 
+    def check_loop(self, params: PyTree, state: Any) -> None:
+        """Do nothing: the only `FragmentWorker` checks them."""
+
     def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
         """Return the parameters and the state of a fragment."""
         del fragment
@@ -177,9 +180,12 @@ class FragmentedModel:
         inner_state = self._init_inner(params) if state is None else state.inner_state
         return params, StreamingState(inner_state, tuple(state for _, state in loops))
 
-    def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
+    def check_loop(self, params: PyTree, state: Any) -> None:
+        self.split_state(state)
         if self._fragments.seed is not None:  # a program takes the elements
             check_not_deleted(self._name, params, "params")
+
+    def take(self, params: PyTree, state: Any, fragment: int) -> Loop:
         part = self._take(self._fragments, fragment, params)
         return part, state.fragments[fragment]
 

@@ -612,7 +612,7 @@ class Worker:
         worker = self._workers[fragment]
 
         def act(params: PyTree, state: Any) -> Loop:
-            self._model.split_state(state)  # raises if it is of another worker
+            self._model.check_loop(params, state)
             before = self._model.take(params, state, fragment)
             rejected = worker.rejected
             loop = action(*before)
