@@ -511,6 +511,7 @@ def exchange_every(
         )
 
     def exchange_elements(
+        parts: _parts.Parts,
         number: int,
         due: jax.Array,
         updates: PyTree,
@@ -524,7 +525,6 @@ def exchange_every(
         whole leaves, they must be copied.
         """
         assert fragments is not None
-        parts = fragments.divide(params)
 
         def on_tree(half: _Act, carry: Any) -> tuple[PyTree, ExchangeState]:
             updates, state = carry
@@ -567,7 +567,7 @@ def exchange_every(
             inner_state = average(inner_state, fragment.exchanges, due, owners[p])
             if fragments.seed is not None:
                 updates, fragment = exchange_elements(
-                    p, due, updates, fragment, params, extra_args
+                    parts, p, due, updates, fragment, params, extra_args
                 )
                 moved.append(fragment)
                 continue
